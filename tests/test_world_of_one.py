@@ -1,0 +1,38 @@
+"""Scripts run as ``python script.py`` and under torchrun, in real processes."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import logging, warnings
+warnings.simplefilter("error")
+import torch.distributed as dist
+import ptx
+mesh = ptx.build_mesh(tp=%d, device_type="cpu")
+total = ptx.data_mesh(mesh).size() * mesh["tp"].size()
+print("world", dist.get_world_size(), total, dist.get_backend())
+"""
+
+
+def _run(*command):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_plain_python_is_a_world_of_one(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT % 1)
+    done = _run(sys.executable, str(script))
+    assert done.stdout == "world 1 1 gloo\n"
+    assert done.stderr == ""
+
+
+def test_torchrun(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT % 2)
+    done = _run(
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)
+    )
+    assert done.stdout == "world 2 2 gloo\n" * 2
+    assert "Warning" not in done.stderr
