@@ -1,0 +1,8 @@
+"""Losses over plain, vocabulary-sharded and unevenly filled batches, all with one meaning per option."""
+
+from ptx.loss._cross_entropy import cross_entropy as cross_entropy
+from ptx.loss._token_scale import token_mean as token_mean
+from ptx.loss._token_scale import token_scale as token_scale
+from ptx.loss._vocab_parallel import vocab_parallel_ce as vocab_parallel_ce
+
+__all__ = ["cross_entropy", "token_mean", "token_scale", "vocab_parallel_ce"]

@@ -17,10 +17,10 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """RoPE scaling of Llama 3.1: long wavelengths are divided by ``factor``, short ones kept, a blend between.
+    """RoPE scaling of Llama 3.1: slow frequencies divided by ``factor``, fast ones kept.
 
-    A wavelength below ``original_max_position / high_freq_factor`` positions is short, one above
-    ``original_max_position / low_freq_factor`` is long.
+    Between the two they are blended. Fast is a wavelength below ``original_max_position /
+    high_freq_factor`` positions, slow one above ``original_max_position / low_freq_factor``.
 
     Source: the Llama 3.1 release (its ``rope_type`` is "llama3").
     """
@@ -47,10 +47,10 @@ class ModelArgs:
         n_heads: Query heads.
         vocab_size: Rows of the embedding and of the output.
         n_kv_heads: Key/value heads, a divisor of ``n_heads``; None: ``n_heads``.
-        head_dim: Width of one head, ``n_heads * head_dim`` need not be ``dim``; None: ``dim // n_heads``.
+        head_dim: Width of one head; ``n_heads * head_dim`` may differ from dim. None: dim / n_heads.
         multiple_of: The derived FFN width is rounded up to a multiple of this.
         ffn_dim_multiplier: Factor on the derived FFN width, before the rounding.
-        hidden_dim: Exact FFN width; None: two thirds of ``4 * dim``, times the multiplier, rounded up.
+        hidden_dim: Exact FFN width; None: 2/3 of ``4 * dim``, times the multiplier, rounded up.
         rope_theta: Base of the RoPE frequencies.
         rope_scaling: `LinearScaling`, `Llama3Scaling` or None.
         norm_eps: Added to the mean square in every RMSNorm.
@@ -164,9 +164,13 @@ def _bad_layer_flags(args: ModelArgs) -> list[str]:
         if not isinstance(flags, tuple):  # a list would make the args unhashable
             problems.append(f"{name} is a {type(flags).__name__}, pass a tuple of bools")
         elif len(flags) != args.n_layers:
-            problems.append(f"{name} has {len(flags)} flags for n_layers={args.n_layers}, pass one a layer")
+            problems.append(
+                f"{name} has {len(flags)} flags for n_layers={args.n_layers}, pass one a layer"
+            )
     if args.window_layers is not None and args.sliding_window is None:
-        problems.append("window_layers is given but sliding_window is None, set the window's size too")
+        problems.append(
+            "window_layers is given but sliding_window is None, set the window's size too"
+        )
     return problems
 
 
@@ -185,8 +189,8 @@ def _bad_relations(args: ModelArgs) -> list[str]:
         problems.append(f"head_dim={args.head_width} is odd, RoPE rotates its halves: make it even")
     if args.hidden_dim is not None and args.ffn_dim_multiplier is not None:
         problems.append(
-            f"hidden_dim={args.hidden_dim} is exact, so ffn_dim_multiplier={args.ffn_dim_multiplier}"
-            " would do nothing: drop one of them"
+            f"hidden_dim={args.hidden_dim} is exact, so"
+            f" ffn_dim_multiplier={args.ffn_dim_multiplier} would do nothing: drop one of them"
         )
     scaling = args.rope_scaling
     if isinstance(scaling, Llama3Scaling) and scaling.low_freq_factor >= scaling.high_freq_factor:

@@ -38,10 +38,10 @@ class AttentionCore(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         if mask.dense is None:
             raise ValueError(
-                f"AttentionCore: documents or window={mask.window} need a mask, but dense masks are off;"
-                " set `dense_masks = True` on the Transformer, or use a core that masks by itself"
+                f"AttentionCore: documents or window={mask.window} need a mask, but dense masks are"
+                " off; set `dense_masks = True` on the Transformer, or use a core that masks itself"
             )
-        # With a mask CUDA's fused kernels take equal head counts only; the fallback builds S x S scores.
+        # With a mask, CUDA's fused kernels want equal head counts; the fallback stores all scores.
         group = q.shape[1] // k.shape[1]
         if group > 1:
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -51,8 +51,8 @@ class AttentionCore(nn.Module):
 class Attention(nn.Module):
     """Projections, optional norm per head, RoPE, core, output projection.
 
-    The forward reads head counts from the projections' outputs, so it is the same code when a tensor
-    parallel plan leaves this rank with some of the heads.
+    The forward reads head counts from the projections' outputs, so it is the same code when a
+    tensor parallel plan leaves this rank with some of the heads.
     """
 
     def __init__(self, args: ModelArgs) -> None:
@@ -71,7 +71,8 @@ class Attention(nn.Module):
         """[B, S, dim] -> [B, S, dim].
 
         Raises:
-            ValueError: The projections' sequence isn't as long as the one rope and mask were made for.
+            ValueError: The projections' sequence isn't as long as the one rope and mask were made
+                for.
         """
         # Shapes are q's: under sequence parallel x may be a DTensor or one rank's part.
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
@@ -79,8 +80,8 @@ class Attention(nn.Module):
         if seq_len != mask.seq_len:
             raise ValueError(
                 f"Attention: the sequence has {seq_len} positions, rope and mask were made for"
-                f" {mask.seq_len}; under sequence parallel a block takes this rank's part of the hidden"
-                " states (call the whole model, or split them first)"
+                f" {mask.seq_len}; under sequence parallel a block takes this rank's part of the"
+                " hidden states (call the whole model, or split them first)"
             )
         q = q.view(batch, seq_len, -1, self.head_width)
         k = k.view(batch, seq_len, -1, self.head_width)

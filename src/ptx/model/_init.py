@@ -21,8 +21,8 @@ M = TypeVar("M", bound=nn.Module)
 def uninitialised(make: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     """Makes a module with allocated, unfilled parameters on the default device.
 
-    torch's layers draw their own initial values, which `init_weights` would draw over: half of the time
-    that building a large model takes.
+    torch's layers draw their own initial values, which `init_parameters` would draw over: half of
+    the time that building a large model takes.
     """
     with torch.device("meta"):
         module = make(*args, **kwargs)
@@ -31,18 +31,19 @@ def uninitialised(make: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     return module
 
 
-def init_weights(model: nn.Module, *, n_layers: int, tied: bool) -> None:
+def init_parameters(model: nn.Module, *, n_layers: int, tied: bool) -> None:
     """Draws every parameter that the model, or a part of it, has.
 
-    Linear layers and the embedding: normal, standard deviation 0.02. Those that write to the residual
-    stream (wo, w2): smaller by sqrt(2 * n_layers), the number of such writes in the **whole** model, so
-    that the stream's variance at the end doesn't grow with depth and every layer is drawn alike (a part
-    of a pipeline needs no layer numbers). Norms one, biases zero. The output: normal with standard
-    deviation dim ** -0.5, cut at 3 of them, so that logits start with unit variance whatever the width;
-    a tied output is the embedding.
+    Linear layers and the embedding: normal, standard deviation 0.02. Those that write to the
+    residual stream (wo, w2): smaller by sqrt(2 * n_layers), the number of such writes in the
+    **whole** model, so that the stream's variance at the end doesn't grow with depth and every
+    layer is drawn alike (a part of a pipeline needs no layer numbers). Norms one, biases zero.
 
-    Only ``nn.init`` functions on whole parameters, each parameter once: `ptx.materialize` swaps those
-    for draws that don't depend on how a parameter is sharded.
+    The output: normal with standard deviation dim ** -0.5, cut at 3 of them, so that logits start
+    with unit variance whatever the width. A tied output is the embedding.
+
+    Only ``nn.init`` functions on whole parameters, each parameter once: `ptx.materialize` swaps
+    those for draws that don't depend on how a parameter is sharded.
 
     Source: depth scaling: Radford et al., GPT-2 report, section 2.3.
     """

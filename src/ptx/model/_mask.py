@@ -12,17 +12,18 @@ from torch import Tensor
 class MaskInfo:
     """What an attention core needs to know about the sequence.
 
-    A query attends to a key when the key's index in the sequence is not above its own, both have the
-    same document id, and their distance is below the window. Index, not position id: position ids only
-    feed RoPE. A core that holds a part of the sequence (context parallel) works from ``documents`` and
-    ``window`` and ignores ``dense``.
+    A query attends to a key when the key's index in the sequence is not above its own, both have
+    the same document id, and their distance is below the window. Index, not position id: position
+    ids only feed RoPE. A core that holds a part of the sequence (context parallel) works from
+    ``documents`` and ``window`` and ignores ``dense``.
 
     Args:
         positions: [S] or [B, S], the position ids of this sequence.
         documents: [B, S], document ids, or None: one document.
         window: Keys at distance < window, or None: no limit.
-        dense: bool [B or 1, 1, S, S], True where a query (dim 2) attends to a key (dim 3). None: plain
-            causal attention says the same, or nobody asked for it (`Transformer.dense_masks`).
+        dense: bool [B or 1, 1, S, S], True where a query (dim 2) attends to a key (dim 3). None:
+            plain causal attention says the same, or nobody asked for it
+            (`Transformer.dense_masks`).
     """
 
     positions: Tensor

@@ -11,8 +11,8 @@ class RMSNorm(nn.Module):
     """Divides by the root mean square over the last dim, then multiplies by ``weight``.
 
     Statistics and the product with the weight are float32, rounded **once** to the input's dtype.
-    Transformers rounds before the product as well, so bfloat16 outputs differ from it by one unit in
-    about a quarter of the elements; this form is the closer one to float32.
+    Transformers rounds before the product as well, so bfloat16 outputs differ from it by one unit
+    in about a quarter of the elements; this form is the closer one to float32.
 
     Works on any layout that ``F.rms_norm`` takes, DTensors included (sequence parallel).
 
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         """[..., dim] -> [..., dim], same dtype."""
         if x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # float32 weights on a bfloat16 stream: torch warns and leaves its fused kernel for mixed dtypes.
+        # float32 weights on a bfloat16 stream: given both, torch warns and forgoes its fused kernel.
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         weight = self.weight.to(dtype)
         return F.rms_norm(x.to(dtype), weight.shape, weight, self.eps).to(x.dtype)

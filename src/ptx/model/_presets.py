@@ -32,15 +32,16 @@ def preset(name: str) -> ModelArgs:
     Raises:
         ValueError: Unknown name; lists the choices.
 
-    Source: the debug to xxxl and AuroraGPT (agpt) sizes are those of the `ezpz` 2-D parallel example;
-    Llama 3: arXiv:2407.21783, table 3, and the released configurations.
+    Source: the debug to xxxl and AuroraGPT (agpt) sizes are those of the `ezpz` 2-D parallel
+    example; Llama 3: arXiv:2407.21783, table 3, and the released configurations.
     """
     key = name.strip().lower().replace("_", "-")
     key = _ALIASES.get(key, key)
     if key not in _PRESETS:
         long_forms = ", ".join(f"{alias} = {short}" for alias, short in _ALIASES.items())
         raise ValueError(
-            f"preset: {name!r} is unknown; choose one of {', '.join(_PRESETS)} (long forms: {long_forms})"
+            f"preset: {name!r} is unknown; choose one of {', '.join(_PRESETS)}"
+            f" (long forms: {long_forms})"
         )
     return _PRESETS[key]
 

@@ -13,8 +13,8 @@ from ptx.model._args import LinearScaling, ModelArgs, RopeScaling
 class Rope:
     """Cosines and sines of one forward: [S, head_dim / 2] or [B, S, head_dim / 2], float32.
 
-    Deliberately no tuple and no dataclass: FSDP2's ``cast_forward_inputs`` rounds every float tensor
-    that it finds in those to the parameters' dtype, and a block must receive float32 tables.
+    Deliberately no tuple and no dataclass: FSDP2's ``cast_forward_inputs`` rounds every float
+    tensor that it finds in those to the parameters' dtype, and a block must receive float32 tables.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
@@ -27,8 +27,8 @@ def rope_tables(args: ModelArgs, positions: Tensor) -> Rope:
 
     No module holds a table or a frequency. So nothing is garbage after meta init and ``to_empty``,
     ``model.to(bfloat16)`` and the default dtype can't round anything, no length is fixed, and all
-    operands are made on the positions' device: no copy from the host, no synchronisation. It costs
-    S * head_dim / 2 cosines and sines a forward, less than one row of one matmul.
+    operands are made on the positions' device: no copy from the host, no synchronisation. The cost,
+    S * head_dim / 2 cosines and sines a forward, is nothing beside a single layer.
 
     Args:
         args: Head width, theta and scaling.
@@ -43,8 +43,8 @@ def rope_tables(args: ModelArgs, positions: Tensor) -> Rope:
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """Rotates channel i of each head together with channel i + head_dim / 2.
 
-    This pairing is the one of transformers' checkpoints; the original Llama rotates neighbours, with
-    the rows of wq and wk permuted to match.
+    This pairing is the one of transformers' checkpoints; the original Llama rotates neighbours,
+    with the rows of wq and wk permuted to match.
 
     Args:
         x: [B, S, heads, head_dim], any float dtype. The rotation itself is float32 or wider.
@@ -73,8 +73,8 @@ def inverse_frequencies(args: ModelArgs, device: torch.device) -> Tensor:
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
-    # Clamped, without a branch on values: this also runs on meta and fake tensors. The blend is exact at
-    # both ends, since one of its terms is then zero.
+    # Clamped, without a branch on values: this also runs on meta and fake tensors. The blend is
+    # exact at both ends, since one of its terms is then zero.
     turns = scaling.original_max_position * frequencies / (2 * math.pi)  # over the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)

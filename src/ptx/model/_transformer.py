@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ptx.model._args import ModelArgs
 from ptx.model._attention import Attention
-from ptx.model._init import init_weights, uninitialised
+from ptx.model._init import init_parameters, uninitialised
 from ptx.model._mask import MaskInfo, mask_info
 from ptx.model._norm import RMSNorm
 from ptx.model._rope import Rope, rope_tables
@@ -17,9 +17,10 @@ from ptx.model._rope import Rope, rope_tables
 class Transformer(nn.Module):
     """Token ids to logits, or to normed hidden states.
 
-    Any of ``tok_embeddings``, ``norm``, ``output`` may be set to None and entries of ``layers`` deleted
-    (a pipeline part): without the embedding the input is a hidden state, without the output the result
-    is one. Names of layers are their numbers in the whole model, so they don't change in a part.
+    Any of ``tok_embeddings``, ``norm``, ``output`` may be set to None and entries of ``layers``
+    deleted (a pipeline part): without the embedding the input is a hidden state, without the output
+    the result is one. Names of layers are their numbers in the whole model, so they don't change in
+    a part.
 
     The model holds no buffer. Built under ``torch.device("meta")`` it allocates nothing and draws
     nothing; `ptx.materialize` or `init_weights` after ``to_empty`` does.
@@ -51,8 +52,11 @@ class Transformer(nn.Module):
             self.init_weights()
 
     def init_weights(self) -> None:
-        """Draws all parameters present anew, see `ptx.model._init.init_weights` for the distribution."""
-        init_weights(self, n_layers=self.args.n_layers, tied=self.args.tie_embeddings)
+        """Draws the parameters present: normal, 0.02 wide, smaller on the way to the residual.
+
+        `ptx.model._init.init_parameters` states the distributions.
+        """
+        init_parameters(self, n_layers=self.args.n_layers, tied=self.args.tie_embeddings)
 
     def forward(
         self,
@@ -69,15 +73,15 @@ class Transformer(nn.Module):
         Args:
             tokens: [B, S], int64 or int32; without an embedding a hidden state [B, S, dim] (this
                 rank's part of S under sequence parallel; then pass positions).
-            positions: [S] or [B, S], integers: position ids for RoPE; None: 0 to S - 1. They may restart
-                at each document or not: within a document only their differences count.
-            documents: [B, S], integers: a query sees keys with its own id only, so documents packed into
-                one row don't see each other. Ids need no order; None: one document.
+            positions: [S] or [B, S], integers: position ids for RoPE; None: 0 to S - 1. They may
+                restart at each document or not: within a document only their differences count.
+            documents: [B, S], integers: a query sees keys with its own id only, so documents packed
+                into one row don't see each other. Ids need no order; None: one document.
             return_hidden: Return the normed hidden state and leave the output to the caller.
 
         Returns:
-            Logits [B, S, vocab_size] in the model's dtype, or hidden states [B, S, dim]. Under tensor
-            parallelism what the plan says, a DTensor by default.
+            Logits [B, S, vocab_size] in the model's dtype, or hidden states [B, S, dim]. Under
+            tensor parallelism what the plan says, a DTensor by default.
 
         Raises:
             ValueError: Shapes or dtypes don't fit each other, or S exceeds ``max_seq_len`` while
@@ -88,8 +92,8 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(seq_len, device=tokens.device)
 
-        # Once for all layers. Which layer gets which is decided here and not by a number kept in the
-        # block: compiled blocks of the same kind share one graph.
+        # Once for all layers. Which layer gets which is decided here and not by a number kept in
+        # the block: compiled blocks of the same kind share one graph.
         rope = rope_tables(self.args, positions)
         windows = {int(name): self.args.window(int(name)) for name in self.layers}
         masks = {
@@ -161,8 +165,8 @@ def _check_inputs(
         problems.append(f"tokens {_describe(tokens)} must be int64 [batch, sequence]")
     if not embeds and (tokens.ndim != 3 or not tokens.dtype.is_floating_point):
         problems.append(
-            f"input {_describe(tokens)} must be a hidden state [batch, sequence, dim={args.dim}], as"
-            " tok_embeddings is absent"
+            f"input {_describe(tokens)} must be a hidden state [batch, sequence, dim={args.dim}],"
+            " as tok_embeddings is absent"
         )
     if problems:
         raise ValueError("Transformer: " + "; ".join(problems))
@@ -185,8 +189,8 @@ def _check_inputs(
             problems.append(f"{name} {_describe(ids)} must be integers")
     if positions is None and seq_len > args.max_seq_len:
         problems.append(
-            f"{seq_len} positions exceed max_seq_len={args.max_seq_len}; shorten the sequence, or build"
-            " with dataclasses.replace(args, max_seq_len=...)"
+            f"{seq_len} positions exceed max_seq_len={args.max_seq_len}; shorten the sequence, or"
+            " build with dataclasses.replace(args, max_seq_len=...)"
         )
     if problems:
         raise ValueError("Transformer: " + "; ".join(problems))

@@ -1,0 +1,74 @@
+"""What a run leaves behind: a progress line, ``metrics.jsonl`` and ``loss.png``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+
+class RunLog:
+    """Writes on one rank only; on the others every method does nothing.
+
+    Args:
+        folder: Where the files go; created, and files of an earlier run in it are replaced.
+        total_steps: For the time that is left.
+        enabled: Whether this is the rank that writes.
+    """
+
+    def __init__(self, folder: Path, total_steps: int, *, enabled: bool) -> None:
+        self.folder, self.total_steps, self.enabled = folder, total_steps, enabled
+        self.records: list[dict[str, float]] = []
+        self.started = time.perf_counter()
+        self.file: IO[str] | None = None
+        if enabled:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = (folder / "metrics.jsonl").open("w")
+
+    def say(self, text: str) -> None:
+        if self.enabled:
+            print(text, flush=True)
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Appends one line of JSON, readable at once by whoever watches the file."""
+        if self.file:
+            self.records.append(dict(metrics))
+            self.file.write(json.dumps(metrics) + "\n")
+            self.file.flush()
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of a training step and prints its line."""
+        self.record(metrics)
+        done = metrics["train/iter"]
+        left = (time.perf_counter() - self.started) / done * (self.total_steps - done)
+        self.say(
+            f"step {done:5d}/{self.total_steps}  loss {metrics['train/loss']:.4f}"
+            f"  {metrics['train/tps']:8,.0f} tokens/s  grad norm {metrics['grad/norm_preclip']:.3f}"
+            f"  lr {metrics['opt/lr']:.1e}  ETA {left // 60:.0f}:{left % 60:02.0f}"
+        )
+
+    def plot(self, baselines: Mapping[str, float]) -> None:
+        """Draws the losses over tokens, with a line for each baseline."""
+        if not self.enabled:
+            return
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        for key, style in [("train/loss", {"linewidth": 1}), ("valid/loss", {"marker": "o"})]:
+            points = [(r["train/tokens_seen"] / 1e6, r[key]) for r in self.records if key in r]
+            axes.plot(*zip(*points, strict=True), label=key, **style)
+        for shade, (name, nats) in zip("0.6 0.3".split(), baselines.items(), strict=False):
+            axes.axhline(nats, color=shade, linestyle="--", label=f"{name} ({nats:.2f})")
+        axes.set(xlabel="million tokens seen", ylabel="loss (nats per token)")
+        axes.legend()
+        figure.savefig(self.folder / "loss.png", dpi=120)
+        plt.close(figure)
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()

@@ -1,0 +1,114 @@
+"""Cross-entropy of logits as they come out of a model: plain, or a DTensor sharded over the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ptx.loss._labels import flat_labels, require_classes
+from ptx.loss._options import LossOptions, Reduction, reduce_tokens, shape_logits
+from ptx.loss._vocab_parallel import sharded_ce
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """Cross-entropy of ``logits``, whatever `apply_tp` made of them.
+
+    On plain float32 logits, loss and gradient are those of ``F.cross_entropy`` bit for bit, but a batch
+    without a single kept label gives 0 (and zero gradients) instead of NaN. Logits that tensor parallelism
+    left sharded over the vocabulary go the way of `vocab_parallel_ce`.
+
+    Labels are compared with the logits at the same position: shift them before (see docs/losses.md).
+
+    Args:
+        logits: [..., V], any float dtype. Plain; or a DTensor, ``Replicate()`` or on a 1-D mesh ``Shard(-1)``.
+        labels: [...], any integer dtype: ids in [0, V) or ``ignore_index``. Plain, or a replicated DTensor;
+            equal on every rank of the logits' mesh.
+        vocab_size: Number of real classes, if the last columns are padding (no probability, no gradient);
+            None: all V.
+        ignore_index: Label whose positions add neither loss nor gradient.
+        reduction: "mean" divides by the number of kept labels; "sum" doesn't divide; "none" gives [...].
+        label_smoothing: Share of the target that is spread over all V classes (torch's convention).
+        z_loss: Weight of lse**2, reduced like the cross-entropy.
+        softcap: Replace logits a by softcap * tanh(a / softcap), after ``logit_scale``.
+        logit_scale: Multiplies the logits first; 1 / temperature.
+
+    Returns:
+        Plain float32 loss (float64 for float64 logits), equal on every rank of the logits' mesh.
+
+    Raises:
+        ValueError: A label out of range (on accelerators: a device-side assertion, without a sync), shapes
+            that disagree, another sharding, an option out of its range. Before any collective.
+
+    Cost: plain logits as ``F.cross_entropy``, about three float32 copies of them at the peak; sharded ones as
+    `vocab_parallel_ce`: one collective.
+    """
+    where = "cross_entropy"
+    options = LossOptions(
+        ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale
+    ).checked(where)
+    columns = logits.shape[-1] if logits.ndim else 0
+    classes = columns if vocab_size is None else vocab_size
+    if not logits.is_floating_point() or not 0 < classes <= columns:
+        raise ValueError(
+            f"{where}: logits {tuple(logits.shape)} of {logits.dtype} must be floating point and have"
+            f" vocab_size={vocab_size} columns or more"
+        )
+    shape = logits.shape[:-1]
+    target = flat_labels(labels, shape, where)
+    require_classes(target, classes, ignore_index, where)
+    mesh = None
+    if isinstance(logits, DTensor):
+        mesh = None if _is_whole(logits) else logits.device_mesh
+        logits = logits.to_local()
+    # Not -1 for the rows: a rank may hold no column at all.
+    logits = logits.reshape(target.numel(), logits.shape[-1])
+    if mesh is None:
+        loss = _plain(logits[:, :classes], target, options)
+    else:
+        loss = sharded_ce(logits, target, mesh, classes, columns, options)
+    return loss.reshape(shape) if reduction == "none" else loss
+
+
+def _is_whole(logits: DTensor) -> bool:
+    """Whether this rank has every column; raises if it has neither that nor its share of the vocabulary."""
+    mesh, placements = logits.device_mesh, logits.placements
+    if mesh.size() == 1 or all(isinstance(placement, Replicate) for placement in placements):
+        return True
+    # By type: a strided shard is a subclass in some versions, and has its columns in another order.
+    if mesh.ndim == 1 and type(placements[0]) is Shard and placements[0].dim in (-1, logits.ndim - 1):
+        return False
+    raise ValueError(
+        f"cross_entropy: logits are a DTensor with placements {placements} on a {mesh.ndim}-D mesh; it takes"
+        " Replicate(), or Shard(-1) on the 1-D tp mesh: logits.redistribute(placements=[Shard(-1)])"
+    )
+
+
+def _plain(logits: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
+    x = shape_logits(logits, options)
+    ignored = labels == options.ignore_index
+    loss = F.cross_entropy(
+        x,
+        labels,
+        ignore_index=options.ignore_index,
+        reduction=options.reduction,
+        label_smoothing=options.label_smoothing,
+    )
+    if options.reduction == "mean":
+        loss = loss.masked_fill(ignored.all(), 0.0)  # 0 / 0 so far; N = 0 counts as all ignored
+    if options.z_loss:
+        squares = torch.logsumexp(x, dim=-1).square().masked_fill(ignored, 0.0)
+        loss = loss + options.z_loss * reduce_tokens(squares, labels, options)
+    return loss

@@ -1,0 +1,90 @@
+"""The options every loss shares, and the few lines of maths that give them one meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What the loss of one token is, and how tokens are summed.
+
+    With x = softcap(logit_scale * logits), where softcap(a) = softcap * tanh(a / softcap), V classes, and
+    log p = x - lse(x), the loss of a token with label y is::
+
+        -(1 - label_smoothing) * log p[y] - label_smoothing / V * sum(log p) + z_loss * lse(x)**2
+
+    That is torch's convention for smoothing. A token whose label is ``ignore_index`` adds neither loss
+    nor gradient. Maths and loss are float32 for every dtype of logits but float64, which stays.
+
+    Args:
+        ignore_index: Label of tokens to leave out.
+        reduction: "mean" divides the sum by the number of kept tokens (by 1 if there are none), "sum"
+            doesn't divide, "none" gives one value per label, 0 where it is ignored.
+        label_smoothing: In [0, 1].
+        z_loss: Weight of the squared log-partition, at least 0.
+        softcap: Positive, or None for no cap.
+        logit_scale: Positive; 1 / temperature.
+    """
+
+    ignore_index: int = -100
+    reduction: Reduction = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+    def checked(self, where: str) -> Self:
+        """Itself, or a ValueError that lists every value out of range; ``where`` is the public function."""
+        wrong = []
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            wrong.append(f"ignore_index={self.ignore_index!r} must be an int")
+        if self.reduction not in get_args(Reduction):
+            wrong.append(f"reduction={self.reduction!r} must be one of {get_args(Reduction)}")
+        if not (_is_number(self.label_smoothing) and 0 <= self.label_smoothing <= 1):
+            wrong.append(f"label_smoothing={self.label_smoothing!r} must be a number in [0, 1]")
+        if not (_is_number(self.z_loss) and 0 <= self.z_loss < inf):
+            wrong.append(f"z_loss={self.z_loss!r} must be a finite number >= 0 (0 switches it off)")
+        if self.softcap is not None and not (_is_number(self.softcap) and 0 < self.softcap < inf):
+            wrong.append(f"softcap={self.softcap!r} must be a finite number > 0, or None for no cap")
+        if not (_is_number(self.logit_scale) and 0 < self.logit_scale < inf):
+            wrong.append(f"logit_scale={self.logit_scale!r} must be a finite number > 0")
+        if wrong:
+            raise ValueError(f"{where}: {'; '.join(wrong)}")
+        return self
+
+
+def shape_logits(logits: Tensor, options: LossOptions) -> Tensor:
+    """The x of `LossOptions`, in its dtype; ``logits`` themselves (no copy) where nothing changes."""
+    x = logits.to(loss_dtype(logits.dtype))
+    if options.logit_scale != 1.0:
+        x = x * options.logit_scale
+    if options.softcap is not None:
+        x = torch.tanh(x / options.softcap) * options.softcap
+    return x
+
+
+def loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that losses of logits of ``dtype`` are computed and returned in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def reduce_tokens(losses: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
+    """``losses``, one per label and 0 where ignored, as ``options.reduction`` says."""
+    if options.reduction == "none":
+        return losses
+    if options.reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (labels != options.ignore_index).sum().clamp(min=1)
+
+
+def _is_number(value: object) -> bool:
+    # A tensor would be read back from its device here, and would silently get no gradient later.
+    return isinstance(value, int | float)

@@ -1,0 +1,137 @@
+"""The numbers that make losses of unevenly filled batches add up: one scale to train, one mean to report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ptx.loss._labels import can_read, out_of_range, range_message, require_integers
+
+
+def token_scale(
+    labels: Tensor | Sequence[Tensor],
+    mesh: DeviceMesh,
+    *,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """What to multiply a ``reduction="sum"`` loss by, so that every token of the step weighs the same.
+
+    FSDP averages gradients over its ranks, as data parallelism does. With ``loss_sum * scale`` on each rank
+    and micro-batch, the averaged gradient is that of the mean loss over all kept tokens of the step,
+    however unevenly they lie::
+
+        scale = mesh.size() / max(1, kept tokens over the mesh and the whole window)
+
+    Call it once per optimizer step, on every rank of ``mesh`` (under pipeline parallelism only the last
+    stages). The loss to log is the mean over ``mesh`` of loss times scale.
+
+    Args:
+        labels: [...] of any integer dtype, on this rank's device and as given to the loss (already shifted); or the
+            list of all micro-batches that are accumulated into one step.
+        mesh: 1-D mesh of the ranks with different tokens, ``loss_mesh(mesh)``. No tp ranks: they share theirs.
+        ignore_index: The label that isn't counted.
+        vocab_size: If given, a label outside [0, vocab_size) on any rank raises on all of them, which the loss of a
+            single rank can't do.
+
+    Returns:
+        float32 scalar tensor on the labels' device, equal on every rank; exact counts, no sync with the host.
+
+    Raises:
+        ValueError: A mesh that isn't 1-D, no labels, a DTensor or float labels; a bad label if vocab_size is
+            given (on accelerators: a device-side assertion).
+
+    Cost: one all-reduce of one or two int64.
+
+    Source: https://github.com/pytorch/torchtitan/pull/2206, https://github.com/huggingface/transformers/pull/34373.
+    """
+    window = [labels] if isinstance(labels, Tensor) else list(labels)
+    _require_1d(mesh, "token_scale")
+    if not window:
+        raise ValueError("token_scale: labels are an empty list; pass those of every micro-batch")
+    for part in window:
+        if isinstance(part, DTensor):
+            raise ValueError(
+                f"token_scale: labels are a DTensor with placements {part.placements}; pass the plain tensor of"
+                " the tokens that this rank's loss sees"
+            )
+        require_integers(part, "token_scale")
+    counts = torch.stack([_kept(part, ignore_index) for part in window]).sum(dim=0, keepdim=True)
+    if vocab_size is not None:
+        bad = torch.stack([out_of_range(p, vocab_size, ignore_index).sum() for p in window]).sum()
+        counts = torch.cat([counts, bad[None]])
+    mine = counts.clone()
+    _sum_over(counts, mesh)
+    if vocab_size is not None:
+        _require_none(counts[1], mine[1], range_message(vocab_size, ignore_index, "token_scale"))
+    return (mesh.size() / counts[0].clamp(min=1).double()).float()
+
+
+def token_mean(
+    loss_sum: Tensor | float | Sequence[Tensor | float],
+    count: Tensor | float | Sequence[Tensor | float],
+    mesh: DeviceMesh,
+) -> Tensor:
+    """Mean loss per token over ranks and batches, to report: the sum of sums divided by the sum of counts.
+
+    A mean of the batches' means would give the tokens of a short last batch more weight than the others'.
+
+    Args:
+        loss_sum: Sums of token losses (``reduction="sum"``): a tensor of any shape, a number, or a list of
+            either, one per batch. Ranks may bring different numbers of batches.
+        count: The numbers of tokens they were summed over, in any of these forms.
+        mesh: 1-D mesh of the ranks with different tokens, ``loss_mesh(mesh)``.
+
+    Returns:
+        float32 scalar tensor, equal on every rank and without gradient; 0 where nothing was counted.
+
+    Raises:
+        ValueError: A mesh that isn't 1-D.
+
+    Cost: one all-reduce of two float64; summed in float64.
+
+    Source: https://github.com/pytorch/torchtitan/pull/4167.
+    """
+    _require_1d(mesh, "token_mean")
+    totals = torch.stack([_total(loss_sum, mesh), _total(count, mesh)])
+    _sum_over(totals, mesh)
+    total, tokens = totals.unbind()
+    # Not clamp(min=1): counts may be weights that sum to less than 1.
+    return (total / tokens.masked_fill(tokens == 0, 1.0)).float()
+
+
+def _require_1d(mesh: DeviceMesh, where: str) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{where}: the mesh has dims {mesh.mesh_dim_names}, it must be the 1-D mesh of the ranks with"
+            " different tokens: pass loss_mesh(mesh)"
+        )
+
+
+def _kept(labels: Tensor, ignore_index: int) -> Tensor:
+    return (labels != ignore_index).sum()
+
+
+def _sum_over(counts: Tensor, mesh: DeviceMesh) -> None:
+    if mesh.size() > 1:
+        dist.all_reduce(counts, group=mesh.get_group())
+
+
+def _require_none(bad: Tensor, mine: Tensor, message: str) -> None:
+    if not can_read(bad):
+        torch._assert_async(bad == 0, message)
+    elif bad:
+        raise ValueError(f"{message}; {int(bad)} over all ranks are not, {int(mine)} of them on this one")
+
+
+def _total(values: Tensor | float | Sequence[Tensor | float], mesh: DeviceMesh) -> Tensor:
+    parts = values if isinstance(values, Sequence) else [values]
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    device = tensors[0].device if tensors else torch.device(mesh.device_type)
+    sums = [torch.as_tensor(p, device=device).detach().double().sum() for p in parts]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)

@@ -1,0 +1,62 @@
+"""The public names are a promise: changing them is a decision, made here."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import ptx
+
+PUBLIC = {
+    "ptx.loss": ["cross_entropy", "token_mean", "token_scale", "vocab_parallel_ce"],
+    "ptx.mesh": ["build_mesh", "data_mesh", "fsdp_mesh", "loss_mesh", "seed_ranks"],
+    "ptx.model": ["ModelArgs", "RopeScaling", "Transformer", "preset"],
+    "ptx.parallel": [
+        "apply_fsdp2",
+        "apply_tp",
+        "clip_grad_norm_",
+        "find_blocks",
+        "materialize",
+        "tp_plan",
+    ],
+}
+FRONT_DOOR = sorted(name for names in PUBLIC.values() for name in names)
+
+
+def test_front_door_is_pinned():
+    assert sorted(ptx.__all__) == FRONT_DOOR
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_module_exports_are_pinned(module):
+    assert sorted(importlib.import_module(module).__all__) == PUBLIC[module]
+
+
+@pytest.mark.parametrize("name", FRONT_DOOR)
+def test_every_name_resolves_to_a_documented_object(name):
+    thing = getattr(ptx, name)
+    assert thing is getattr(ptx, name)
+    assert thing.__doc__
+    assert name in dir(ptx)
+
+
+def test_unknown_name_raises():
+    with pytest.raises(AttributeError, match="no attribute 'aply_tp'"):
+        ptx.aply_tp  # noqa: B018
+
+
+def test_type_checkers_see_what_the_front_door_resolves():
+    source = open(ptx.__file__).read()
+    block = source[source.index("if TYPE_CHECKING:") : source.index("_HOME")]
+    for module, names in PUBLIC.items():
+        for name in names:
+            assert f"from {module} import {name} as {name}" in block
+
+
+def test_import_ptx_imports_none_of_its_parts():
+    code = "import sys, ptx; print([m for m in sys.modules if m.startswith('ptx.') or m == 'torch'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "[]\n"
