@@ -33,9 +33,7 @@ def test_explicit_widths_are_exact():
 
 
 def test_layer_switches():
-    args = replace(
-        TINY, sliding_window=8, window_layers=(True, False), nope_layers=(False, True)
-    )
+    args = replace(TINY, sliding_window=8, window_layers=(True, False), nope_layers=(False, True))
     assert [args.window(i) for i in range(2)] == [8, None]
     assert [args.uses_rope(i) for i in range(2)] == [True, False]
     assert replace(args, window_layers=None).window(1) == 8

@@ -1,7 +1,7 @@
 import pytest
 import torch
-from harness import distributed
 
+from harness import distributed
 from ptx.mesh import build_mesh
 from ptx.model._norm import RMSNorm
 

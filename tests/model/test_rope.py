@@ -66,13 +66,18 @@ def llama3(factor):
 
 def test_M02_llama3_bands():
     args = replace(ARGS, dim=64, rope_scaling=llama3(32.0))
-    scaled, plain = (
-        inverse_frequencies(a, CPU) for a in (args, replace(args, rope_scaling=None))
-    )
+    scaled, plain = (inverse_frequencies(a, CPU) for a in (args, replace(args, rope_scaling=None)))
     torch.testing.assert_close(
         scaled[[10, 15, 16, 17, 20, 31]],
         torch.tensor(
-            [1.65604401e-2, 1.29054793e-3, 4.29556797e-4, 9.7082878e-5, 8.57025549e-6, 9.41830673e-8]
+            [
+                1.65604401e-2,
+                1.29054793e-3,
+                4.29556797e-4,
+                9.7082878e-5,
+                8.57025549e-6,
+                9.41830673e-8,
+            ]
         ),
         atol=0,
         rtol=1e-6,

@@ -1,4 +1,4 @@
-"""Losses over plain, vocabulary-sharded and unevenly filled batches, all with one meaning per option."""
+"""Losses of plain and vocabulary-sharded logits, every token weighing the same."""
 
 from ptx.loss._cross_entropy import cross_entropy as cross_entropy
 from ptx.loss._token_scale import token_mean as token_mean

@@ -1,15 +1,15 @@
-"""Cross-entropy of logits as they come out of a model: plain, or a DTensor sharded over the vocabulary."""
+"""Cross-entropy of logits as they come out of a model: plain, or a DTensor."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from ptx.loss._labels import flat_labels, require_classes
 from ptx.loss._options import LossOptions, Reduction, reduce_tokens, shape_logits
-from ptx.loss._vocab_parallel import sharded_ce
+from ptx.loss._vocab_parallel import sharded_ce, shards_columns
 
 
 def cross_entropy(
@@ -26,20 +26,22 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``logits``, whatever `apply_tp` made of them.
 
-    On plain float32 logits, loss and gradient are those of ``F.cross_entropy`` bit for bit, but a batch
-    without a single kept label gives 0 (and zero gradients) instead of NaN. Logits that tensor parallelism
-    left sharded over the vocabulary go the way of `vocab_parallel_ce`.
+    On plain float32 logits, loss and gradient are those of ``F.cross_entropy`` bit for bit, but a
+    batch without a single kept label gives 0 (and zero gradients) instead of NaN. Logits that
+    tensor parallelism left sharded over the vocabulary go the way of `vocab_parallel_ce`.
 
-    Labels are compared with the logits at the same position: shift them before (see docs/losses.md).
+    Logits are compared with the labels at the same position: shift labels before.
 
     Args:
-        logits: [..., V], any float dtype. Plain; or a DTensor, ``Replicate()`` or on a 1-D mesh ``Shard(-1)``.
-        labels: [...], any integer dtype: ids in [0, V) or ``ignore_index``. Plain, or a replicated DTensor;
-            equal on every rank of the logits' mesh.
-        vocab_size: Number of real classes, if the last columns are padding (no probability, no gradient);
-            None: all V.
+        logits: [..., V], any float dtype. Plain; or a DTensor: ``Replicate()``, or on a 1-D mesh
+            ``Shard(-1)``.
+        labels: [...], any integer dtype: ids in [0, V) or ``ignore_index``. Plain, or a replicated
+            DTensor; equal on every rank of the logits' mesh.
+        vocab_size: Number of real classes, if the last columns are padding (no probability, no
+            gradient); None: all V.
         ignore_index: Label whose positions add neither loss nor gradient.
-        reduction: "mean" divides by the number of kept labels; "sum" doesn't divide; "none" gives [...].
+        reduction: "mean" divides by the number of kept labels; "sum" doesn't divide; "none" gives
+            [...], 0 where ignored.
         label_smoothing: Share of the target that is spread over all V classes (torch's convention).
         z_loss: Weight of lse**2, reduced like the cross-entropy.
         softcap: Replace logits a by softcap * tanh(a / softcap), after ``logit_scale``.
@@ -49,11 +51,12 @@ def cross_entropy(
         Plain float32 loss (float64 for float64 logits), equal on every rank of the logits' mesh.
 
     Raises:
-        ValueError: A label out of range (on accelerators: a device-side assertion, without a sync), shapes
-            that disagree, another sharding, an option out of its range. Before any collective.
+        ValueError: A label out of range (on accelerators: a device-side assertion, without a sync),
+            shapes that disagree, another sharding, an option out of its range. Before any
+            collective.
 
-    Cost: plain logits as ``F.cross_entropy``, about three float32 copies of them at the peak; sharded ones as
-    `vocab_parallel_ce`: one collective.
+    Cost: plain logits as ``F.cross_entropy``, about three float32 copies of them at the peak;
+    sharded ones as `vocab_parallel_ce`, with its one collective.
     """
     where = "cross_entropy"
     options = LossOptions(
@@ -63,36 +66,38 @@ def cross_entropy(
     classes = columns if vocab_size is None else vocab_size
     if not logits.is_floating_point() or not 0 < classes <= columns:
         raise ValueError(
-            f"{where}: logits {tuple(logits.shape)} of {logits.dtype} must be floating point and have"
-            f" vocab_size={vocab_size} columns or more"
+            f"{where}: logits {tuple(logits.shape)} of {logits.dtype} must be floating point, with"
+            f" a column for each class (vocab_size={vocab_size}) as their last dim"
         )
     shape = logits.shape[:-1]
-    target = flat_labels(labels, shape, where)
-    require_classes(target, classes, ignore_index, where)
     mesh = None
     if isinstance(logits, DTensor):
         mesh = None if _is_whole(logits) else logits.device_mesh
         logits = logits.to_local()
+    target = flat_labels(labels, shape, where)
+    require_classes(target, classes, ignore_index, where)
     # Not -1 for the rows: a rank may hold no column at all.
     logits = logits.reshape(target.numel(), logits.shape[-1])
     if mesh is None:
         loss = _plain(logits[:, :classes], target, options)
     else:
-        loss = sharded_ce(logits, target, mesh, classes, columns, options)
+        loss = sharded_ce(
+            logits, target, mesh, vocab_size=classes, padded_size=columns, options=options
+        )
     return loss.reshape(shape) if reduction == "none" else loss
 
 
 def _is_whole(logits: DTensor) -> bool:
-    """Whether this rank has every column; raises if it has neither that nor its share of the vocabulary."""
+    """Whether this rank has every column; if not it has its share, anything else raises."""
     mesh, placements = logits.device_mesh, logits.placements
     if mesh.size() == 1 or all(isinstance(placement, Replicate) for placement in placements):
         return True
-    # By type: a strided shard is a subclass in some versions, and has its columns in another order.
-    if mesh.ndim == 1 and type(placements[0]) is Shard and placements[0].dim in (-1, logits.ndim - 1):
+    if mesh.ndim == 1 and shards_columns(logits):
         return False
     raise ValueError(
-        f"cross_entropy: logits are a DTensor with placements {placements} on a {mesh.ndim}-D mesh; it takes"
-        " Replicate(), or Shard(-1) on the 1-D tp mesh: logits.redistribute(placements=[Shard(-1)])"
+        f"cross_entropy: logits are a DTensor with placements {placements} on a {mesh.ndim}-D mesh;"
+        " it takes Replicate(), or Shard(-1) on the 1-D tp mesh:"
+        " logits.redistribute(tp_mesh, [Shard(-1)])"
     )
 
 
@@ -109,6 +114,9 @@ def _plain(logits: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
     if options.reduction == "mean":
         loss = loss.masked_fill(ignored.all(), 0.0)  # 0 / 0 so far; N = 0 counts as all ignored
     if options.z_loss:
-        squares = torch.logsumexp(x, dim=-1).square().masked_fill(ignored, 0.0)
+        # float32 can't hold a small log beside a large maximum, and the gradient needs the log.
+        top = x.detach().amax(dim=-1, keepdim=True)
+        lse = torch.logsumexp(x - top, dim=-1) + top[:, 0]
+        squares = lse.square().masked_fill(ignored, 0.0)
         loss = loss + options.z_loss * reduce_tokens(squares, labels, options)
     return loss

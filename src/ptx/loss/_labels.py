@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def flat_labels(labels: Tensor, shape: Sequence[int], where: str) -> Tensor:
-    """``labels`` as a plain int64 tensor of one dim; ``shape`` is that of the logits without the last dim.
+    """``labels`` as a plain int64 tensor [N]; ``shape`` is the logits' without their last dim.
 
     Raises:
         ValueError: A sharded DTensor, a dtype that isn't integer, or another shape.
@@ -18,8 +18,8 @@ def flat_labels(labels: Tensor, shape: Sequence[int], where: str) -> Tensor:
     if isinstance(labels, DTensor):
         if not all(isinstance(placement, Replicate) for placement in labels.placements):
             raise ValueError(
-                f"{where}: labels are a DTensor with placements {labels.placements}, every rank needs all"
-                " of them; pass the plain tensor, or redistribute them to Replicate() first"
+                f"{where}: labels are a DTensor with placements {labels.placements}, but every rank"
+                " needs all of them; pass the plain tensor, or redistribute to Replicate() first"
             )
         labels = labels.to_local()
     require_integers(labels, where)
@@ -34,7 +34,7 @@ def flat_labels(labels: Tensor, shape: Sequence[int], where: str) -> Tensor:
 def require_integers(labels: Tensor, where: str) -> None:
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(
-            f"{where}: labels are {labels.dtype}, they must be class ids of an integer dtype (int64)"
+            f"{where}: labels are {labels.dtype}, they must be class ids of an integer dtype"
         )
 
 
@@ -46,8 +46,8 @@ def out_of_range(labels: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
 def require_classes(labels: Tensor, vocab_size: int, ignore_index: int, where: str) -> None:
     """Refuse labels that are neither a class nor ignored, before any collective.
 
-    ValueError on CPU. On accelerators, under ``torch.compile`` and for fake tensors a value can't be read without a
-    sync (or at all), so there it is an assertion on the device.
+    ValueError on CPU. On accelerators, under ``torch.compile`` and for fake tensors a value can't
+    be read without a sync (or at all), so there it is an assertion on the device.
     """
     bad = out_of_range(labels, vocab_size, ignore_index)
     if not can_read(labels):
@@ -70,4 +70,5 @@ def range_message(vocab_size: int, ignore_index: int, where: str) -> str:
 def can_read(tensor: Tensor) -> bool:
     """Whether a value can be read at no cost: a real tensor on CPU, outside a compiler."""
     # Fake and functional tensors are subclasses; there is no public way to ask.
-    return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
+    is_real = tensor.device.type == "cpu" and type(tensor) is Tensor
+    return is_real and not torch.compiler.is_compiling()

@@ -16,18 +16,19 @@ Reduction = Literal["mean", "sum", "none"]
 class LossOptions:
     """What the loss of one token is, and how tokens are summed.
 
-    With x = softcap(logit_scale * logits), where softcap(a) = softcap * tanh(a / softcap), V classes, and
+    With x = softcap(logit_scale * logits), softcap(a) = softcap * tanh(a / softcap), V classes and
     log p = x - lse(x), the loss of a token with label y is::
 
         -(1 - label_smoothing) * log p[y] - label_smoothing / V * sum(log p) + z_loss * lse(x)**2
 
-    That is torch's convention for smoothing. A token whose label is ``ignore_index`` adds neither loss
-    nor gradient. Maths and loss are float32 for every dtype of logits but float64, which stays.
+    That is torch's convention for smoothing. A token whose label is ``ignore_index`` adds neither
+    loss nor gradient. Maths and loss are float32 whatever the dtype of the logits, except that
+    float64 stays float64.
 
     Args:
         ignore_index: Label of tokens to leave out.
-        reduction: "mean" divides the sum by the number of kept tokens (by 1 if there are none), "sum"
-            doesn't divide, "none" gives one value per label, 0 where it is ignored.
+        reduction: "mean" divides the sum by the number of kept tokens (by 1 if there are none),
+            "sum" doesn't divide, "none" gives one value per label, 0 where it is ignored.
         label_smoothing: In [0, 1].
         z_loss: Weight of the squared log-partition, at least 0.
         softcap: Positive, or None for no cap.
@@ -42,7 +43,7 @@ class LossOptions:
     logit_scale: float = 1.0
 
     def checked(self, where: str) -> Self:
-        """Itself, or a ValueError that lists every value out of range; ``where`` is the public function."""
+        """Itself, or a ValueError of the function ``where`` that lists every value out of range."""
         wrong = []
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             wrong.append(f"ignore_index={self.ignore_index!r} must be an int")
@@ -53,7 +54,7 @@ class LossOptions:
         if not (_is_number(self.z_loss) and 0 <= self.z_loss < inf):
             wrong.append(f"z_loss={self.z_loss!r} must be a finite number >= 0 (0 switches it off)")
         if self.softcap is not None and not (_is_number(self.softcap) and 0 < self.softcap < inf):
-            wrong.append(f"softcap={self.softcap!r} must be a finite number > 0, or None for no cap")
+            wrong.append(f"softcap={self.softcap!r} must be a finite number > 0, or None (no cap)")
         if not (_is_number(self.logit_scale) and 0 < self.logit_scale < inf):
             wrong.append(f"logit_scale={self.logit_scale!r} must be a finite number > 0")
         if wrong:
@@ -62,7 +63,7 @@ class LossOptions:
 
 
 def shape_logits(logits: Tensor, options: LossOptions) -> Tensor:
-    """The x of `LossOptions`, in its dtype; ``logits`` themselves (no copy) where nothing changes."""
+    """The x of `LossOptions`, in the loss's dtype; not a copy where nothing changes."""
     x = logits.to(loss_dtype(logits.dtype))
     if options.logit_scale != 1.0:
         x = x * options.logit_scale

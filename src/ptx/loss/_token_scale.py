@@ -1,4 +1,4 @@
-"""The numbers that make losses of unevenly filled batches add up: one scale to train, one mean to report."""
+"""Token weights over ranks and batches: one scale to train with, one mean to report."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ def token_scale(
     ignore_index: int = -100,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """What to multiply a ``reduction="sum"`` loss by, so that every token of the step weighs the same.
+    """What to multiply a ``reduction="sum"`` loss by, so that each token of a step weighs the same.
 
-    FSDP averages gradients over its ranks, as data parallelism does. With ``loss_sum * scale`` on each rank
-    and micro-batch, the averaged gradient is that of the mean loss over all kept tokens of the step,
-    however unevenly they lie::
+    FSDP averages gradients over its ranks. With ``loss_sum * scale`` on each rank and micro-batch,
+    that average is the gradient of the mean loss over all kept tokens of the step, however unevenly
+    they lie::
 
         scale = mesh.size() / max(1, kept tokens over the mesh and the whole window)
 
-    Call it once per optimizer step, on every rank of ``mesh`` (under pipeline parallelism only the last
-    stages). The loss to log is the mean over ``mesh`` of loss times scale.
+    Call it once per optimizer step, on every rank of ``mesh`` (under pipeline parallelism only on
+    the last stages). The loss to log is the mean over ``mesh`` of loss times scale.
 
     Args:
-        labels: [...] of any integer dtype, on this rank's device and as given to the loss (already shifted); or the
-            list of all micro-batches that are accumulated into one step.
-        mesh: 1-D mesh of the ranks with different tokens, ``loss_mesh(mesh)``. No tp ranks: they share theirs.
+        labels: [...] of any integer dtype, as given to the loss (already shifted); or the list of
+            all micro-batches that are accumulated into one step.
+        mesh: 1-D mesh of the ranks with different tokens, ``loss_mesh(mesh)``. tp ranks aren't in
+            it, as they share theirs.
         ignore_index: The label that isn't counted.
-        vocab_size: If given, a label outside [0, vocab_size) on any rank raises on all of them, which the loss of a
-            single rank can't do.
+        vocab_size: If given, a label outside [0, vocab_size) on any rank raises on all of them; the
+            loss alone would raise on that rank and leave the others waiting.
 
     Returns:
-        float32 scalar tensor on the labels' device, equal on every rank; exact counts, no sync with the host.
+        float32 scalar tensor on the labels' device, equal on every rank; no sync on accelerators.
 
     Raises:
-        ValueError: A mesh that isn't 1-D, no labels, a DTensor or float labels; a bad label if vocab_size is
-            given (on accelerators: a device-side assertion).
+        ValueError: A mesh that isn't 1-D, no labels, a DTensor, labels that aren't integers; a bad
+            label if vocab_size is given (on accelerators: a device-side assertion).
 
-    Cost: one all-reduce of one or two int64.
+    Cost: one all-reduce of one int64, or of two with vocab_size.
 
-    Source: https://github.com/pytorch/torchtitan/pull/2206, https://github.com/huggingface/transformers/pull/34373.
+    Source: https://github.com/pytorch/torchtitan/pull/2206,
+    https://github.com/huggingface/transformers/pull/34373.
     """
     window = [labels] if isinstance(labels, Tensor) else list(labels)
     _require_1d(mesh, "token_scale")
@@ -57,8 +59,8 @@ def token_scale(
     for part in window:
         if isinstance(part, DTensor):
             raise ValueError(
-                f"token_scale: labels are a DTensor with placements {part.placements}; pass the plain tensor of"
-                " the tokens that this rank's loss sees"
+                f"token_scale: labels are a DTensor with placements {part.placements}; pass the"
+                " plain tensor that this rank's loss sees"
             )
         require_integers(part, "token_scale")
     counts = torch.stack([_kept(part, ignore_index) for part in window]).sum(dim=0, keepdim=True)
@@ -77,18 +79,18 @@ def token_mean(
     count: Tensor | float | Sequence[Tensor | float],
     mesh: DeviceMesh,
 ) -> Tensor:
-    """Mean loss per token over ranks and batches, to report: the sum of sums divided by the sum of counts.
+    """Mean loss per token over ranks and batches, to report: sum of the sums / sum of the counts.
 
-    A mean of the batches' means would give the tokens of a short last batch more weight than the others'.
+    A mean of the batches' means would give the tokens of a short last batch more weight.
 
     Args:
-        loss_sum: Sums of token losses (``reduction="sum"``): a tensor of any shape, a number, or a list of
-            either, one per batch. Ranks may bring different numbers of batches.
+        loss_sum: Sums of token losses (``reduction="sum"``): a tensor of any shape, a number, or a
+            list of either, one per batch. Ranks may bring different numbers of batches.
         count: The numbers of tokens they were summed over, in any of these forms.
         mesh: 1-D mesh of the ranks with different tokens, ``loss_mesh(mesh)``.
 
     Returns:
-        float32 scalar tensor, equal on every rank and without gradient; 0 where nothing was counted.
+        float32 scalar tensor, equal on every rank, without gradient; 0 if nothing was counted.
 
     Raises:
         ValueError: A mesh that isn't 1-D.
@@ -98,7 +100,10 @@ def token_mean(
     Source: https://github.com/pytorch/torchtitan/pull/4167.
     """
     _require_1d(mesh, "token_mean")
-    totals = torch.stack([_total(loss_sum, mesh), _total(count, mesh)])
+    values, counts = _as_list(loss_sum), _as_list(count)
+    tensors = [part for part in values + counts if isinstance(part, Tensor)]
+    device = tensors[0].device if tensors else torch.device(mesh.device_type)
+    totals = torch.stack([_total(values, device), _total(counts, device)])
     _sum_over(totals, mesh)
     total, tokens = totals.unbind()
     # Not clamp(min=1): counts may be weights that sum to less than 1.
@@ -108,8 +113,8 @@ def token_mean(
 def _require_1d(mesh: DeviceMesh, where: str) -> None:
     if mesh.ndim != 1:
         raise ValueError(
-            f"{where}: the mesh has dims {mesh.mesh_dim_names}, it must be the 1-D mesh of the ranks with"
-            " different tokens: pass loss_mesh(mesh)"
+            f"{where}: the mesh has dims {mesh.mesh_dim_names}, it must be the 1-D mesh of the"
+            " ranks with different tokens: pass loss_mesh(mesh)"
         )
 
 
@@ -126,12 +131,15 @@ def _require_none(bad: Tensor, mine: Tensor, message: str) -> None:
     if not can_read(bad):
         torch._assert_async(bad == 0, message)
     elif bad:
-        raise ValueError(f"{message}; {int(bad)} over all ranks are not, {int(mine)} of them on this one")
+        raise ValueError(f"{message}; {int(bad)} are not, {int(mine)} of them on this rank")
 
 
-def _total(values: Tensor | float | Sequence[Tensor | float], mesh: DeviceMesh) -> Tensor:
-    parts = values if isinstance(values, Sequence) else [values]
-    tensors = [part for part in parts if isinstance(part, Tensor)]
-    device = tensors[0].device if tensors else torch.device(mesh.device_type)
-    sums = [torch.as_tensor(p, device=device).detach().double().sum() for p in parts]
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
+def _as_list(values: Tensor | float | Sequence[Tensor | float]) -> list[Tensor | float]:
+    return list(values) if isinstance(values, Sequence) else [values]
+
+
+def _total(values: list[Tensor | float], device: torch.device) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for value in values:
+        total += torch.as_tensor(value, device=device).detach().sum(dtype=torch.float64)
+    return total

@@ -47,7 +47,7 @@ class ModelArgs:
         n_heads: Query heads.
         vocab_size: Rows of the embedding and of the output.
         n_kv_heads: Key/value heads, a divisor of ``n_heads``; None: ``n_heads``.
-        head_dim: Width of one head; ``n_heads * head_dim`` may differ from dim. None: dim / n_heads.
+        head_dim: Width of one head; ``n_heads * head_dim`` may differ from dim; None: dim/n_heads.
         multiple_of: The derived FFN width is rounded up to a multiple of this.
         ffn_dim_multiplier: Factor on the derived FFN width, before the rounding.
         hidden_dim: Exact FFN width; None: 2/3 of ``4 * dim``, times the multiplier, rounded up.

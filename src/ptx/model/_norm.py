@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         """[..., dim] -> [..., dim], same dtype."""
         if x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # float32 weights on a bfloat16 stream: given both, torch warns and forgoes its fused kernel.
+        # float32 weights, bfloat16 stream: given both, torch warns and forgoes its fused kernel.
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         weight = self.weight.to(dtype)
         return F.rms_norm(x.to(dtype), weight.shape, weight, self.eps).to(x.dtype)

@@ -20,27 +20,33 @@ from ptx.parallel._tp_styles import (
     AttentionInput,
     BlockInput,
     HeadParallel,
+    ModelInput,
     RefuseArguments,
     Replicated,
 )
 
 Plan = dict[str, ParallelStyle]
 
-_USE_LOGITS = "its loss takes no sharded logits; compute it from .logits, with ptx.cross_entropy for instance"
-_ONE_PART = "each rank would get its own part of the sequence; use last_hidden_state, or sequence_parallel=False"
+_USE_LOGITS = "its loss takes no sharded logits; compute it from .logits, e.g. by ptx.cross_entropy"
+_ONE_PART = (
+    "they would be parts of the sequence; take last_hidden_state, or plan with"
+    " tp_plan(model, sequence_parallel=False)"
+)
 
 
 def tp_plan(model: nn.Module, *, sequence_parallel: bool = True) -> Plan:
-    """The plan that `apply_tp` uses for a model it knows: a dict to print, edit and pass to it.
+    """The plan `apply_tp` uses for a model it knows: a dict to print, edit and pass to it.
 
-    Keys are module names or globs (``*`` stays within one dotted component, ``""`` is the model itself), values are
-    torch's ParallelStyles and the few of ``ptx.parallel``. Modules that a model lacks (a pipeline part, no q_norm)
-    have no key. The plan holds for every tp size.
+    Keys are module names or globs: ``*`` stays within one dotted component, ``""`` is the model.
+    Values are torch's ParallelStyles and the few that ``ptx.parallel`` adds. Modules the model
+    lacks (a pipeline part, no q_norm) have no key. The plan fits every tp size.
 
     Args:
-        model: `ptx.Transformer`, or a transformers ``LlamaForCausalLM`` or ``LlamaModel``; on any device, meta included.
-        sequence_parallel: Split the residual stream and its norms over the sequence (dim 1): 1/tp of the activation
-            memory between matmuls, for the same communication volume. tp must divide every sequence.
+        model: `ptx.Transformer`, or transformers' ``LlamaForCausalLM`` or ``LlamaModel``; on any
+            device, meta included. It isn't changed.
+        sequence_parallel: Split the residual stream and its norms over the sequence (dim 1) too:
+            1/tp of their activation memory and compute, for the same volume of communication. tp
+            must then divide every sequence.
 
     Returns:
         Glob -> ParallelStyle.
@@ -48,7 +54,8 @@ def tp_plan(model: nn.Module, *, sequence_parallel: bool = True) -> Plan:
     Raises:
         ValueError: No plan is known for the model.
 
-    Source: Shoeybi et al., arXiv:1909.08053 (columns, then rows); Korthikanti et al., arXiv:2205.05198 (sequence).
+    Source: Shoeybi et al., arXiv:1909.08053 (columns, then rows); Korthikanti et al.,
+    arXiv:2205.05198 (the sequence).
     """
     if isinstance(model, Transformer):
         plan = _transformer_plan(model, sequence_parallel)
@@ -62,16 +69,15 @@ def _transformer_plan(model: Transformer, sequence_parallel: bool) -> Plan:
     args = model.args
     stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
-    head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)  # [B, S, heads, D] split over heads
+    # [B, S, heads, head_dim]: what is split, with or without sequence parallelism, are the heads.
+    head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)
     kv = HeadParallel(args.kv_heads, replicate=True)
-    gather_attention = PrepareModuleInput(
-        input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
-    )
-    gather_ffn = PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate())
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
         "layers.*.attention_norm": norm,
-        "layers.*.attention": gather_attention,
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
         "layers.*.attention.wq": HeadParallel(args.n_heads),
         "layers.*.attention.wk": kv,
         "layers.*.attention.wv": kv,
@@ -79,7 +85,9 @@ def _transformer_plan(model: Transformer, sequence_parallel: bool) -> Plan:
         "layers.*.attention.k_norm": head_norm,
         "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
         "layers.*.ffn_norm": norm,
-        "layers.*.feed_forward": gather_ffn,
+        "layers.*.feed_forward": PrepareModuleInput(
+            input_layouts=stream, desired_input_layouts=Replicate()
+        ),
         "layers.*.feed_forward.w1": ColwiseParallel(),
         "layers.*.feed_forward.w3": ColwiseParallel(),
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
@@ -91,14 +99,14 @@ def _transformer_plan(model: Transformer, sequence_parallel: bool) -> Plan:
 
 
 def _transformers_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
-    # By name: importing transformers costs seconds, and whoever has such a model has paid for it already.
+    # By name: importing transformers takes seconds, and whoever has such a model has paid already.
     for cls in type(model).__mro__:
         if cls.__module__.startswith("transformers.") and cls.__name__ in _TRANSFORMERS_PLANS:
             return _TRANSFORMERS_PLANS[cls.__name__](model, sequence_parallel)
     known = ", ".join(["ptx.Transformer", *_TRANSFORMERS_PLANS])
     raise ValueError(
-        f"tp_plan: no plan for {type(model).__name__} (known: {known}); pass apply_tp a plan= of your own, module glob ->"
-        " ParallelStyle"
+        f"tp_plan: no plan for {type(model).__name__}, only for {known}; give apply_tp a plan= of"
+        " your own, module glob -> ParallelStyle"
     )
 
 
@@ -108,7 +116,7 @@ def _llama_for_causal_lm_plan(model: nn.Module, sequence_parallel: bool) -> Plan
     body = _llama_model_plan(model.model, sequence_parallel)
     return {
         "": RefuseArguments({"labels": _USE_LOGITS}),
-        **{f"model.{key}".rstrip("."): style for key, style in body.items()},
+        **{f"model.{key}".removesuffix("."): style for key, style in body.items()},
         "lm_head": ColwiseParallel(
             input_layouts=stream, output_layouts=Shard(-1), use_local_output=False
         ),
@@ -121,12 +129,13 @@ def _llama_model_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
     stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
     kv = HeadParallel(kv_heads, replicate=True)
-    # The model counts positions on the embedding's output: as a DTensor that has the length of the whole sequence.
-    embedding = RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=stream, use_local_output=not sequence_parallel
-    )
     plan: Plan = {
-        "embed_tokens": embedding,
+        # The model counts positions on this output; as a DTensor it is as long as the sequence.
+        "embed_tokens": RowwiseParallel(
+            input_layouts=Replicate(),
+            output_layouts=stream,
+            use_local_output=not sequence_parallel,
+        ),
         "layers.*.input_layernorm": norm,
         "layers.*.self_attn": AttentionInput(stream, heads=heads, kv_heads=kv_heads),
         "layers.*.self_attn.q_proj": HeadParallel(heads),
@@ -141,8 +150,8 @@ def _llama_model_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
         "norm": norm,
     }
     if sequence_parallel:
-        refuse = RefuseArguments({"output_hidden_states": _ONE_PART})
-        plan = {"": refuse, "layers.*": BlockInput(), **plan}
+        model_input = ModelInput({"output_hidden_states": _ONE_PART})
+        plan = {"": model_input, "layers.*": BlockInput(), **plan}
     return plan
 
 

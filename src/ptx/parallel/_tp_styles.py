@@ -1,9 +1,8 @@
-"""The ParallelStyles that torch lacks: whole heads, kept whole, transformers' attention and block inputs."""
+"""ParallelStyles that torch lacks: whole heads, whole modules, inputs of transformers modules."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -22,37 +21,39 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 
 class HeadParallel(ParallelStyle):
-    """Column-parallel nn.Linear whose output is attention heads, split between heads only.
+    """Column-parallel nn.Linear whose output features are attention heads, cut between heads only.
 
-    The output is this rank's heads, a plain tensor. With ``replicate`` (keys and values) there may be fewer heads than
-    ranks: each rank then holds the whole weight and computes the one head that its query heads attend to. Every
-    gradient is exact: the weight's is a DTensor ``Partial``, summed over tp by ``full_tensor()``, FSDP2 and optimizers.
+    The output is this rank's heads, a plain tensor. With ``replicate`` (keys and values) there may
+    be fewer heads than ranks: each rank then holds the whole weight and computes the one head that
+    its query heads attend to. Gradients are exact: the parameters' are ``Partial`` DTensors,
+    which ``full_tensor()``, FSDP2 and optimizers sum over tp.
 
     Args:
         heads: Heads of the whole model.
-        replicate: Whether a head may be computed by several ranks.
+        replicate: Whether several ranks may compute the same head.
 
-    Cost: with more ranks than heads, memory of the whole weight on each rank, compute of one head; no collective more.
+    Cost: with more ranks than heads, memory of the whole weight on each rank and compute of one
+    head; no more collectives than ColwiseParallel.
     """
 
     def __init__(self, heads: int, *, replicate: bool = False) -> None:
         self.heads = heads
         self.replicate = replicate
 
-    def split_problem(self, tp: int) -> str | None:
+    def is_split(self, tp: int) -> bool:
+        """Whether each of ``tp`` ranks holds its own heads, rather than all of them."""
+        return self.heads % tp == 0
+
+    def misfit(self, tp: int) -> str | None:
         """Why ``tp`` ranks can't share these heads; None: they can."""
-        if self.heads % tp == 0 or (self.replicate and tp % self.heads == 0):
+        if self.is_split(tp) or (self.replicate and tp % self.heads == 0):
             return None
         if self.replicate:
             return (
-                f"{self.heads} kv heads and tp={tp}: one must divide the other (kv heads are split, or replicated);"
-                f" choose another tp"
+                f"{self.heads} kv heads and tp={tp}: neither divides the other; choose a tp that"
+                f" divides {self.heads} (heads are split) or is a multiple (they are replicated)"
             )
         return f"{self.heads} heads don't split over tp={tp}; choose a tp that divides them"
-
-    def is_split(self, tp: int) -> bool:
-        """Whether each rank holds some of the heads, rather than all of them."""
-        return self.heads % tp == 0
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
@@ -62,38 +63,52 @@ class HeadParallel(ParallelStyle):
             style.src_data_rank = self.src_data_rank
             return style._apply(module, device_mesh)
         distribute_module(module, device_mesh)
-        head = device_mesh.get_local_rank() // (tp // self.heads)
-        width = module.out_features // self.heads
-        rows = slice(head * width, (head + 1) * width)
-        # A hook could only cut the output, after every rank had computed every head.
-        module.forward = partial(_linear_rows, module, rows, device_mesh)  # type: ignore[method-assign]
+        # A hook could only cut the output, after every rank had computed every head. A forward in the
+        # instance's dict would be compiled anew for every block.
+        module.__class__ = _OneHead
+        assert isinstance(module, _OneHead)
+        module.head = device_mesh.get_local_rank() // (tp // self.heads)
+        module.head_width = module.out_features // self.heads
         return module
 
     def __repr__(self) -> str:
         return f"HeadParallel(heads={self.heads}, replicate={self.replicate})"
 
 
-def _linear_rows(module: nn.Linear, rows: slice, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    """These output features only; gradients of x and of the parameters are this rank's share of a sum."""
-    x = _replicated(x, mesh).to_local(grad_placements=[Partial()])
-    weight, bias = (
-        None if p is None else p.to_local(grad_placements=[Partial()])[rows]  # type: ignore[attr-defined]
-        for p in (module.weight, module.bias)
-    )
-    assert weight is not None
-    return F.linear(x, weight, bias)
+class _OneHead(nn.Linear):
+    """Computes one head's features; each gradient is this rank's share of a sum over the ranks."""
+
+    head: int
+    head_width: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        rows = slice(self.head * self.head_width, (self.head + 1) * self.head_width)
+        assert isinstance(weight, DTensor)
+        x = _replicated(x, weight.device_mesh).to_local(grad_placements=[Partial()])
+        local_weight = weight.to_local(grad_placements=[Partial()])[rows]
+        if bias is None:
+            return F.linear(x, local_weight)
+        assert isinstance(bias, DTensor)
+        return F.linear(x, local_weight, bias.to_local(grad_placements=[Partial()])[rows])
 
 
 class Replicated(ParallelStyle):
-    """A module every rank computes in full, on equal inputs: norms without sequence parallelism, a router, a small head.
+    """A module that every rank computes in full from equal inputs: norms, routers, small heads.
 
-    Its parameters become DTensors (``Replicate``) all the same: beside the sharded ones, plain tensors would break
-    optimizers and gradient clipping, which take no mixture. Inputs are plain and equal on every rank, or
-    DTensors; outputs are plain. Gradients need no collective.
+    Its parameters become DTensors (``Replicate``) all the same: optimizers and gradient clipping
+    take no mixture of plain tensors and DTensors. Positional inputs may be plain tensors, equal on
+    every rank, or DTensors; outputs are plain. Gradients need no collective.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, _replicate_inputs, _localise_output)
+        return distribute_module(
+            module,
+            device_mesh,
+            input_fn=_replicate_inputs,  # type: ignore[arg-type]  # declared to return None
+            output_fn=_localise_output,
+        )
 
     def __repr__(self) -> str:
         return "Replicated()"
@@ -103,22 +118,23 @@ def _replicate_inputs(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -
     return tuple(_replicated(x, mesh) if isinstance(x, Tensor) else x for x in inputs)
 
 
-def _localise_output(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+def _localise_output(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
     if isinstance(output, tuple):
-        return tuple(_localise_output(_, x, mesh) for x in output)
+        return tuple(_localise_output(module, x, mesh) for x in output)
     if not isinstance(output, DTensor):
         return output
     return output.redistribute(placements=[Replicate()]).to_local()
 
 
 class AttentionInput(PrepareModuleInput):
-    """Gathers ``hidden_states`` of a transformers attention module once, for all of its projections.
+    """Gathers the ``hidden_states`` of a transformers attention once, for all of its projections.
 
-    Also sets the module's ``num_key_value_groups``, the query heads that share a key/value head, to what it is on one
-    rank: transformers repeats keys and values by it, and with replicated kv heads a rank has fewer query heads to each.
+    Also sets the module's ``num_key_value_groups`` to what it is on one rank. Transformers repeats
+    keys and values that often, and where kv heads are replicated, fewer query heads share one.
 
     Args:
-        layout: How the hidden state arrives: ``Shard(1)``, or ``Replicate()`` without sequence parallelism.
+        layout: How the hidden state arrives: ``Shard(1)``, or ``Replicate()`` without sequence
+            parallelism.
         heads: Query heads of the whole model.
         kv_heads: Key/value heads of the whole model.
     """
@@ -134,7 +150,8 @@ class AttentionInput(PrepareModuleInput):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         tp = device_mesh.size()
-        module.num_key_value_groups = (self.heads // tp) // max(1, self.kv_heads // tp)  # type: ignore[assignment]
+        groups = (self.heads // tp) // max(1, self.kv_heads // tp)
+        module.num_key_value_groups = groups  # type: ignore[assignment]
         return super()._apply(module, device_mesh)
 
     def __repr__(self) -> str:
@@ -142,38 +159,35 @@ class AttentionInput(PrepareModuleInput):
 
 
 class BlockInput(ParallelStyle):
-    """Makes the hidden state of a transformers block this rank's part of the sequence, a plain tensor.
+    """Makes a transformers block's hidden state this rank's part of the sequence, a plain tensor.
 
-    A plain tensor may be that part already (the block before made it) or the whole sequence (``inputs_embeds``). The
-    block's ``position_embeddings`` are always for the whole sequence, so their length tells which; any other
-    length is refused instead of being gathered into something longer.
-
-    Cost: none, except in front of the first block if the whole sequence was given (all-gather of its gradient).
+    The first block gets a DTensor from the embedding; the others get the plain part that the block
+    before returned. A plain tensor of another length, the whole sequence for instance, is refused
+    instead of gathered into a longer one: ``position_embeddings`` are as long as the sequence.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        hook = partial(_split_hidden, device_mesh)
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: _take_part(args, kwargs, device_mesh.size()), with_kwargs=True
+        )
         return module
 
     def __repr__(self) -> str:
         return "BlockInput()"
 
 
-def _split_hidden(
-    mesh: DeviceMesh, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _take_part(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tp: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     hidden = args[0] if args else kwargs["hidden_states"]
-    tp, length = mesh.size(), kwargs["position_embeddings"][0].shape[-2]
-    if not isinstance(hidden, DTensor) and hidden.shape[1] == length:
-        require_even_sequence("inputs_embeds", length, tp)
-        hidden = _replicated(hidden, mesh)
     if isinstance(hidden, DTensor):
         hidden = hidden.redistribute(placements=[Shard(1)]).to_local()
+    length = kwargs["position_embeddings"][0].shape[-2]
     if hidden.shape[1] * tp != length:
         raise ValueError(
-            f"apply_tp: a block got hidden states of {hidden.shape[1]} positions, with position embeddings for {length};"
-            f" over tp={tp} pass this rank's {length / tp:g} positions, or all {length}"
+            f"apply_tp: a block got {hidden.shape[1]} positions, and position embeddings for"
+            f" {length}; with sequence parallelism over tp={tp} it takes this rank's"
+            f" {length / tp:g} (call the whole model, or split the hidden state)"
         )
     if args:
         return (hidden, *args[1:]), kwargs
@@ -181,42 +195,76 @@ def _split_hidden(
 
 
 class RefuseArguments(ParallelStyle):
-    """Raises when a module is called with arguments that would be wrong under tensor parallelism.
+    """Raises when a module is called with arguments that would go wrong under tensor parallelism.
 
     Args:
-        reasons: Keyword argument -> what to do instead. Arguments that are None or False pass.
+        reasons: Keyword argument -> what to do instead. None and False pass. A default in the
+            module's ``config`` counts as passed.
     """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         self.reasons = dict(reasons)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(partial(_refuse, self.reasons), with_kwargs=True)
+        reasons = self.reasons
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: _refuse(reasons, module, kwargs), with_kwargs=True
+        )
         return module
 
     def __repr__(self) -> str:
-        return f"RefuseArguments({list(self.reasons)})"
+        return f"{type(self).__name__}({', '.join(self.reasons)})"
 
 
-def _refuse(
-    reasons: dict[str, str], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    given = [name for name in reasons if kwargs.get(name) is not None and kwargs[name] is not False]
-    if given:
-        raise ValueError("apply_tp: " + "; ".join(f"{name}= was passed: {reasons[name]}" for name in given))
+def _refuse(reasons: dict[str, str], module: nn.Module, kwargs: dict[str, Any]) -> None:
+    config = getattr(module, "config", None)
+    given = {name: kwargs.get(name, getattr(config, name, None)) for name in reasons}
+    problems = [
+        f"{name} was passed: {reasons[name]}"
+        for name, value in given.items()
+        if value is not None and value is not False
+    ]
+    if problems:
+        raise ValueError("apply_tp: " + "; ".join(problems))
 
 
-def require_even_sequence(what: str, length: int, tp: int) -> None:
-    """Under sequence parallelism local parts are all as long as the first: torch would guess a longer whole."""
+class ModelInput(RefuseArguments):
+    """Splits ``inputs_embeds`` of a transformers model over the sequence, as its embedding is.
+
+    Args:
+        reasons: As for `RefuseArguments`.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, _split_embeds(kwargs, device_mesh)), with_kwargs=True
+        )
+        return module
+
+
+def _split_embeds(kwargs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    embeds = kwargs.get("inputs_embeds")
+    if embeds is None:
+        return kwargs
+    require_even_sequence("inputs_embeds", embeds, mesh.size())
+    split = _replicated(embeds, mesh).redistribute(placements=[Shard(1)])
+    return {**kwargs, "inputs_embeds": split}
+
+
+def require_even_sequence(what: str, tensor: Tensor, tp: int) -> None:
+    """Refuse a [B, S, ...] tensor whose S doesn't split: torch assumes parts of one length."""
+    length = tensor.shape[1]
     if length % tp:
         raise ValueError(
-            f"apply_tp: {what}: a sequence of {length} positions doesn't split over tp={tp} (sequence parallel); pad it"
-            f" to {length + tp - length % tp} with ignored labels, or plan with tp_plan(model, sequence_parallel=False)"
+            f"apply_tp: {what} {list(tensor.shape)}: {length} positions don't split over tp={tp}"
+            f" (sequence parallelism); pad to {length + tp - length % tp} with ignored labels, or"
+            " plan with tp_plan(model, sequence_parallel=False)"
         )
 
 
 def _replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """As a DTensor that every rank holds in full; a plain tensor is taken to be equal on every rank already."""
+    """A DTensor that every rank holds in full; a plain tensor must be equal on every rank."""
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     assert isinstance(x, DTensor)
