@@ -62,7 +62,7 @@ class RunLog:
         for key, style in [("train/loss", {"linewidth": 1}), ("valid/loss", {"marker": "o"})]:
             points = [(r["train/tokens_seen"] / 1e6, r[key]) for r in self.records if key in r]
             axes.plot(*zip(*points, strict=True), label=key, **style)
-        for shade, (name, nats) in zip("0.6 0.3".split(), baselines.items(), strict=False):
+        for shade, (name, nats) in zip(["0.6", "0.3"], baselines.items(), strict=False):
             axes.axhline(nats, color=shade, linestyle="--", label=f"{name} ({nats:.2f})")
         axes.set(xlabel="million tokens seen", ylabel="loss (nats per token)")
         axes.legend()

@@ -1,7 +1,7 @@
 """Train a Llama-style model on real text; one file for one process and for any dp x tp mesh.
 
-    python examples/train.py
-    torchrun --nproc-per-node 4 examples/train.py --tp 2
+python examples/train.py
+torchrun --nproc-per-node 4 examples/train.py --tp 2
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import ptx
 import torch
 import torch.distributed as dist
 import tyro
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import ptx
 from baselines import baselines
 from data import Tokens, TrainBatches, load_corpus, validation_batches
 from generate import generate
 from metrics import RunLog
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @dataclass
@@ -128,7 +129,7 @@ def main(args: Args) -> None:
                     "train/tps": tokens_per_step / seconds,
                     "train/tokens_seen": step * tokens_per_step,
                     "grad/norm_preclip": norm.item(),
-                    "opt/lr": lr,
+                    "opt/lr": float(lr),
                 }
             )
         if step % args.valid_every == 0 or step == args.steps:

@@ -1,6 +1,7 @@
-import harness
 import pytest
 import torch
+
+import harness
 
 # Ranks and the single-process reference both run on one thread: same kernels, and two cores are enough.
 torch.set_num_threads(1)

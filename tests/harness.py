@@ -175,7 +175,7 @@ def _rank_main(
     sys.stderr.flush()
     pipe.send_bytes(answer)
     if pickle.loads(answer)[0]:
-        # Peers may still be connecting to this rank or reading from it; a failed one leaves at once, so that they notice.
+        # Peers may still be connecting to this rank. A failed one leaves at once, so that they notice.
         pipe.poll(None)
     # Python's own teardown would wait for gloo threads whose peers are gone.
     os._exit(0)

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ import ptx
 PUBLIC = {
     "ptx.loss": ["cross_entropy", "token_mean", "token_scale", "vocab_parallel_ce"],
     "ptx.mesh": ["build_mesh", "data_mesh", "fsdp_mesh", "loss_mesh", "seed_ranks"],
-    "ptx.model": ["ModelArgs", "RopeScaling", "Transformer", "preset"],
+    "ptx.model": ["LinearScaling", "Llama3Scaling", "ModelArgs", "RopeScaling", "Transformer", "preset"],
     "ptx.parallel": [
         "apply_fsdp2",
         "apply_tp",
@@ -21,7 +22,8 @@ PUBLIC = {
         "tp_plan",
     ],
 }
-FRONT_DOOR = sorted(name for names in PUBLIC.values() for name in names)
+TYPES_ONLY = {"RopeScaling"}  # a union for annotations: in its module, not at the front door
+FRONT_DOOR = sorted(name for names in PUBLIC.values() for name in names if name not in TYPES_ONLY)
 
 
 def test_front_door_is_pinned():
@@ -47,10 +49,10 @@ def test_unknown_name_raises():
 
 
 def test_type_checkers_see_what_the_front_door_resolves():
-    source = open(ptx.__file__).read()
+    source = Path(ptx.__file__).read_text()
     block = source[source.index("if TYPE_CHECKING:") : source.index("_HOME")]
     for module, names in PUBLIC.items():
-        for name in names:
+        for name in set(names) - TYPES_ONLY:
             assert f"from {module} import {name} as {name}" in block
 
 

@@ -2,10 +2,11 @@
 
 import functools
 
-import equivalence
-import harness
 import pytest
 import torch
+
+import equivalence
+import harness
 from equivalence import MESHES, VARIANTS
 
 BOUND = 1e-5  # fp32, max|difference| / max|reference| per tensor

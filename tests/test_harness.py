@@ -2,10 +2,11 @@ import os
 import time
 import warnings
 
-import harness
 import pytest
 import torch
 import torch.distributed as dist
+
+import harness
 from harness import distributed
 
 

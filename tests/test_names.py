@@ -57,5 +57,5 @@ def test_no_match_names_the_closest():
 
 
 def test_no_candidates():
-    with pytest.raises(ValueError, match="matches nothing$"):
+    with pytest.raises(ValueError, match=r"matches nothing$"):
         match_names("x", [], where="apply_tp")

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+
+import ptx
 from collectives import CollectiveLog
 from harness import distributed
 from wrapping import build, step, wrap_by_hand, wrap_by_ptx
-
-import ptx
 
 ARGS = ptx.ModelArgs(dim=32, n_layers=2, n_heads=4, hidden_dim=64, vocab_size=61, max_seq_len=16)
 

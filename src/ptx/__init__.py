@@ -10,14 +10,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ptx.loss import cross_entropy as cross_entropy
+    from ptx.loss import token_mean as token_mean
+    from ptx.loss import token_scale as token_scale
+    from ptx.loss import vocab_parallel_ce as vocab_parallel_ce
     from ptx.mesh import build_mesh as build_mesh
     from ptx.mesh import data_mesh as data_mesh
     from ptx.mesh import fsdp_mesh as fsdp_mesh
     from ptx.mesh import loss_mesh as loss_mesh
     from ptx.mesh import seed_ranks as seed_ranks
+    from ptx.model import LinearScaling as LinearScaling
+    from ptx.model import Llama3Scaling as Llama3Scaling
+    from ptx.model import ModelArgs as ModelArgs
+    from ptx.model import Transformer as Transformer
+    from ptx.model import preset as preset
+    from ptx.parallel import apply_fsdp2 as apply_fsdp2
+    from ptx.parallel import apply_tp as apply_tp
+    from ptx.parallel import clip_grad_norm_ as clip_grad_norm_
+    from ptx.parallel import find_blocks as find_blocks
+    from ptx.parallel import materialize as materialize
+    from ptx.parallel import tp_plan as tp_plan
 
 _HOME = {
+    "ptx.loss": ("cross_entropy", "token_mean", "token_scale", "vocab_parallel_ce"),
     "ptx.mesh": ("build_mesh", "data_mesh", "fsdp_mesh", "loss_mesh", "seed_ranks"),
+    "ptx.model": ("LinearScaling", "Llama3Scaling", "ModelArgs", "Transformer", "preset"),
+    "ptx.parallel": (
+        "apply_fsdp2",
+        "apply_tp",
+        "clip_grad_norm_",
+        "find_blocks",
+        "materialize",
+        "tp_plan",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -1,10 +1,11 @@
 import statistics
 import time
 
-import harness
 import pytest
 import torch
 import torch.distributed as dist
+
+import harness
 
 
 @pytest.mark.bench

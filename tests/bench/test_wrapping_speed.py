@@ -1,12 +1,12 @@
 import statistics
 
-import harness
 import pytest
 import torch
 from interleaved import paired_ratio
-from wrapping import build, step, wrap_by_hand, wrap_by_ptx
 
+import harness
 import ptx
+from wrapping import build, step, wrap_by_hand, wrap_by_ptx
 
 ARGS = ptx.ModelArgs(
     dim=256, n_layers=4, n_heads=8, n_kv_heads=4, vocab_size=4096, max_seq_len=128

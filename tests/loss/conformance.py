@@ -139,6 +139,7 @@ def _labels(rows: int, columns: int, vocab_size: int) -> Tensor:
 
 def _assert_near(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
     assert got.shape == want.shape, f"{what}: {got.shape} against {want.shape}"
+    got, want = got.detach(), want.detach()
     if want.numel():
         error = (got.double() - want).abs().max() / want.abs().max().clamp(min=1e-30)
         # Where nothing is expected (all ignored), nothing at all may come.

@@ -12,7 +12,7 @@ from ptx.loss import cross_entropy, token_mean, token_scale, vocab_parallel_ce
 
 @distributed(world_size=1)  # a rank has imported what these tensors need, which takes seconds
 def test_off_the_cpu_no_value_is_read_and_no_shape_depends_on_one() -> None:
-    # Meta tensors have no values, so they refuse both; and so do fake ones that say they are on CPU.
+    # Meta tensors have no values, so they refuse both; so do fake ones that say they are on CPU.
     tp = init_device_mesh("cpu", (1,))
     for device, mode in (("meta", nullcontext()), ("cpu", FakeTensorMode())):
         with mode:

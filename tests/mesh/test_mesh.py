@@ -4,9 +4,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from harness import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from harness import distributed
 from ptx.mesh import build_mesh, data_mesh, fsdp_mesh, loss_mesh, seed_ranks
 from ptx.mesh._mesh import MESH_DIMS, resolve_degrees
 

@@ -63,15 +63,16 @@ def token_scale(
                 " plain tensor that this rank's loss sees"
             )
         require_integers(part, "token_scale")
-    counts = torch.stack([_kept(part, ignore_index) for part in window]).sum(dim=0, keepdim=True)
+    counts = [torch.stack([(part != ignore_index).sum() for part in window]).sum()]
     if vocab_size is not None:
-        bad = torch.stack([out_of_range(p, vocab_size, ignore_index).sum() for p in window]).sum()
-        counts = torch.cat([counts, bad[None]])
-    mine = counts.clone()
-    _sum_over(counts, mesh)
+        bad = [out_of_range(part, vocab_size, ignore_index).sum() for part in window]
+        counts.append(torch.stack(bad).sum())
+    totals = torch.stack(counts)
+    _sum_over(totals, mesh)
     if vocab_size is not None:
-        _require_none(counts[1], mine[1], range_message(vocab_size, ignore_index, "token_scale"))
-    return (mesh.size() / counts[0].clamp(min=1).double()).float()
+        message = range_message(vocab_size, ignore_index, "token_scale")
+        _require_none(totals[1], counts[1], message)
+    return (mesh.size() / totals[0].clamp(min=1).double()).float()
 
 
 def token_mean(
@@ -118,10 +119,6 @@ def _require_1d(mesh: DeviceMesh, where: str) -> None:
         )
 
 
-def _kept(labels: Tensor, ignore_index: int) -> Tensor:
-    return (labels != ignore_index).sum()
-
-
 def _sum_over(counts: Tensor, mesh: DeviceMesh) -> None:
     if mesh.size() > 1:
         dist.all_reduce(counts, group=mesh.get_group())
@@ -141,5 +138,5 @@ def _as_list(values: Tensor | float | Sequence[Tensor | float]) -> list[Tensor |
 def _total(values: list[Tensor | float], device: torch.device) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for value in values:
-        total += torch.as_tensor(value, device=device).detach().sum(dtype=torch.float64)
+        total += torch.as_tensor(value, dtype=torch.float64, device=device).detach().sum()
     return total

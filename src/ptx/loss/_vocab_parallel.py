@@ -119,7 +119,7 @@ class _VocabParallelCE(torch.autograd.Function):
     """Loss per token [N]; autograd reduces it, so any gradient may come in, any number of times."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917 (autograd passes arguments by position)
+    def forward(
         ctx: Any,
         logits: Tensor,
         labels: Tensor,

@@ -40,7 +40,7 @@ def build_mesh(
         timeout: Of collectives, if the group is initialised here; None: torch's default.
 
     Returns:
-        A plain DeviceMesh with dims ``("pp", "dp_replicate", "dp_shard", "cp", "tp")``; ``mesh["tp"]`` is the usual slice.
+        A plain DeviceMesh with dims ``("pp", "dp_replicate", "dp_shard", "cp", "tp")``, to be sliced: ``mesh["tp"]``.
 
     Raises:
         ValueError: A degree below 1, two that are -1, or a product that isn't the world size.
@@ -102,7 +102,7 @@ def _init_process_group(device_type: str, timeout: timedelta | None) -> None:
     backend = "gloo"
     if device_type != "cpu":
         # Before the group: NCCL binds its communicators to the current device.
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
         backend = f"{device_type}:{dist.get_default_backend_for_device(device_type)},cpu:gloo"
     if _launched():
         dist.init_process_group(backend, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Find a model's repeated blocks, and turn a list of unit names and globs into groups of modules."""
+"""Find a model's repeated blocks, and turn unit names and globs into groups of modules."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import nn
 
 from ptx._names import clean_name, clean_named_modules, match_names
 
-# Names or globs, each match a unit of its own; a nested list is one unit: ["layers.*", ["norm", "output"]].
+# Names or globs, each match a unit; a nested list is one unit: ["layers.*", ["norm", "output"]].
 Units = Sequence[str | Sequence[str]]
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """The names of a model's repeated blocks, the default units of `apply_fsdp2`, `apply_ac` and `apply_compile`.
+    """The names of a model's repeated blocks: the default units of every ``apply_*``.
 
-    The rule: a *stack* is an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` in which a class of module with
-    parametered submodules occurs at least twice, or a list or dict that holds one such module only. Its blocks are its
-    children with parametered submodules. A stack inside a block of another one doesn't count: of a model with stages
-    of blocks the stages are found, and the experts of a block never are. Stacks in different modules (encoder and
-    decoder, vision and text tower) are all taken; stacks side by side in one module only if they have a class in
-    common, as the stages of a ResNet do.
+    The rule: a *stack* is an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` in which a
+    class of module with parametered submodules occurs at least twice, or a list or dict that holds
+    one such module only. Its blocks are its children with parametered submodules. A stack inside a
+    block of another doesn't count: of a model with stages of blocks the stages are found, and the
+    experts of a block never are. Stacks in different modules (encoder and decoder, vision and text
+    tower) are all taken; stacks side by side in one module only if they have a class in common, as
+    the stages of a ResNet do.
 
     Args:
         model: Any module; wrapped, sharded or on the meta device too.
@@ -30,10 +31,10 @@ def find_blocks(model: nn.Module) -> list[str]:
         Names in module order, without wrapper prefixes: ``["layers.0", "layers.1", ...]``.
 
     Raises:
-        ValueError: No stack, or none that is clearly the one: stacks of unrelated classes side by side, or stacks inside
-            a list of unrelated modules. The message lists the candidates.
+        ValueError: There is no stack, or it isn't clear which: stacks of unrelated classes side by
+            side, or stacks inside a list of unrelated modules. The message lists the candidates.
 
-    Cost: a walk over the modules, no communication.
+    Cost: a walk over the modules.
     """
     stacks: dict[str, list[str]] = {}
     mixed: dict[str, list[str]] = {}  # lists of blocks that are no stack, as no class occurs twice
@@ -56,8 +57,9 @@ def find_blocks(model: nn.Module) -> list[str]:
     if not stacks:
         seen = f"; {_describe(mixed, modules)} don't repeat a class" if mixed else ""
         raise ValueError(
-            f"{where}: {what} has no list of repeated blocks (an nn.ModuleList, ModuleDict or Sequential of modules of"
-            f" one class){seen}; name them: units=['encoder.*'], or units=[] for none"
+            f"{where}: {what} has no list of repeated blocks (an nn.ModuleList, ModuleDict or"
+            f" Sequential of modules of one class){seen}; name them: units=['encoder.*'], or"
+            " units=[] for none"
         )
     inside_mixed = {
         name: blocks for name, blocks in mixed.items() if any(is_inside(s, name) for s in stacks)
@@ -73,16 +75,18 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def resolve_units(model: nn.Module, units: Units | None, *, where: str) -> list[list[str]]:
-    """The groups of module names that ``units`` stands for, in the order given; None: `find_blocks`, one group each.
+    """The groups of module names that ``units`` stands for, in the order given.
 
     Args:
         model: The module whose submodules are named.
-        units: Names or globs, of which each match is a group; a nested list is one group.
+        units: Names or globs, each match a group; a nested list is one group. None: `find_blocks`,
+            each block a group.
         where: Who asks, for the errors: ``"apply_fsdp2"``.
 
     Raises:
-        ValueError: A unit that matches nothing, a module named twice or inside another one of its own group, a list of
-            modules (which is never called itself) or an empty group; all of them in one message.
+        ValueError: A unit that matches nothing, a module named twice or inside another one of its
+            own group, a list of modules (which is never called itself), an empty group; all of
+            them in one message.
     """
     if units is None:
         return [[name] for name in find_blocks(model)]
@@ -107,14 +111,11 @@ def resolve_units(model: nn.Module, units: Units | None, *, where: str) -> list[
                 continue
             for name in names:
                 if name in named_by:
-                    wrong.append(
-                        f"{name!r} is named by {named_by[name]!r} and again by {pattern!r}"
-                    )
+                    by = " and ".join(map(repr, dict.fromkeys((named_by[name], pattern))))
+                    wrong.append(f"{name!r} is named twice, by {by}")
                 elif is_container(modules[name]):
-                    kind = type(modules[name]).__name__
-                    wrong.append(
-                        f"{name!r} is a {kind}, which is never called itself; write {_join(name, '*')!r}"
-                    )
+                    kind, children = type(modules[name]).__name__, _join(name, "*")
+                    wrong.append(f"{name!r} is a {kind}, never called itself; write {children!r}")
                 else:
                     named_by[name] = pattern
                     group.append(name)
@@ -133,7 +134,7 @@ def is_inside(name: str, outer: str) -> bool:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether the module only holds others and is never called, so that no hook of its own would run."""
+    """Whether the module only holds others and is never called, so no hook on it would run."""
     return (
         isinstance(module, nn.ModuleList | nn.ModuleDict)
         and type(module).forward is nn.Module.forward

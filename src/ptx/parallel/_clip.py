@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 EPSILON = 1e-6  # torch's, so that the scale is the same number
+ROW = 512  # entries; their sum in float32 is off by some 1e-7
 
 Ranks = tuple[int, ...]  # the global ranks of a process group
 Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None  # None: a plain tensor
@@ -26,33 +27,37 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     pp_mesh: DeviceMesh | None = None,
 ) -> Tensor:
-    """Scale gradients in place so that their norm, taken over the whole model, is at most ``max_norm``.
+    """Scale gradients in place so that their norm over the whole model is at most ``max_norm``.
 
-    The norm is that of the gradients a single process would have: a sharded gradient counts with all its shards, a
-    replicated one (a plain tensor too) once. Partial gradients (norms under sequence parallelism without FSDP) are summed
-    first and replaced by their sums.
+    The norm is that of the gradients a single process would have: a sharded gradient counts with
+    all its shards, a replicated one (a plain tensor too) once. Partial gradients, which norms have
+    under sequence parallelism without FSDP, are summed first and replaced by their sums.
 
-    Like torch.nn.utils.clip_grad_norm_, every gradient is multiplied by min(1, max_norm / (norm + 1e-6)) without a look
-    at the number, hence without waiting for the device: a NaN norm makes every gradient NaN, an infinite one makes
-    finite gradients 0 and infinite ones NaN. To skip such a step, test ``norm.isfinite()`` before ``optimizer.step()``.
+    As in torch, every gradient is multiplied by min(1, max_norm / (norm + 1e-6)) without a look at
+    the number, hence without waiting for the device. So a NaN norm makes all gradients NaN, and an
+    infinite one makes finite gradients 0 and infinite ones NaN. To skip such a step, test
+    ``norm.isfinite()`` before ``optimizer.step()``.
 
     Args:
-        parameters: A tensor, or any iterable of them, a generator too; one given twice counts once. All ranks of a mesh
-            must give the same parameters; those without a gradient count as 0.
+        parameters: A tensor or an iterable of them (a generator too); one given twice counts once.
+            All ranks of a mesh must give the same ones; those without a gradient count as 0.
         max_norm: From 0; ``math.inf`` only measures.
-        norm_type: p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
-        pp_mesh: 1-D mesh of pipeline stages, to add the norms of all of them.
+        norm_type: p of the p-norm, above 0; ``math.inf``: the largest absolute value.
+        pp_mesh: 1-D mesh of pipeline stages, to take the norm over the parameters of all of them.
 
     Returns:
-        The norm before clipping: 0-dim, plain, float32 (float64 if a parameter is), equal on all ranks.
+        The norm before clipping: 0-dim, plain, float32 (float64 if a parameter is), equal on all
+        ranks.
 
     Raises:
-        ValueError: max_norm negative or NaN, norm_type not above 0, a pp_mesh that isn't 1-D, sparse gradients.
+        ValueError: max_norm is negative or NaN, norm_type not above 0, pp_mesh not 1-D, or a
+            gradient sparse.
 
-    Cost: reads each gradient once and writes it once. One all-reduce of a few numbers for each mesh dim that shards any
-    parameter (data x tensor parallel: two), one for ``pp_mesh``, one per partial gradient.
+    Cost: one read and one write of every gradient. One all-reduce of a few numbers for each mesh dim
+    that shards any parameter (data x tensor parallel: two), one for ``pp_mesh``, and one per partial
+    gradient.
 
-    Source: torch.nn.utils.clip_grad_norm_ for the scale; meshes: pytorch#180346.
+    Source: torch.nn.utils.clip_grad_norm_; mixed meshes: pytorch#180346.
     """
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
@@ -61,12 +66,11 @@ def clip_grad_norm_(
     device = _norm_device(tensors, pp_mesh)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
-    # Which collectives run follows from the parameters alone: a rank may lack a gradient that others have.
+    # Which collectives run follows from the parameters: a rank may lack a gradient others have.
     groups: dict[Ranks, dist.ProcessGroup] = {}
     layouts: dict[Layout, tuple[Ranks, ...]] = {None: ()}
-    buckets: dict[
-        tuple[Ranks, ...], list[Tensor]
-    ] = {}  # gradients by the groups they are spread over
+    # Gradients by the groups that they are spread over.
+    buckets: dict[tuple[Ranks, ...], list[Tensor]] = {}
     for tensor in tensors:
         layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         if layout is not None and layout not in layouts:
@@ -88,7 +92,7 @@ def clip_grad_norm_(
     if max_norm < math.inf:
         scale = (max_norm / (norm + EPSILON)).clamp(max=1.0)
         for grads in _alike([grad for bucket in buckets.values() for grad in bucket]):
-            torch._foreach_mul_(grads, scale.to(grads[0].device))  # private, as in _power_sum
+            torch._foreach_mul_(grads, scale.to(grads[0].device))  # private, as in _norms
     return norm
 
 
@@ -103,9 +107,7 @@ def _check(
     if pp_mesh is not None and pp_mesh.ndim != 1:
         wrong.append(f"pp_mesh has dims {pp_mesh.mesh_dim_names}; pass the 1-D mesh['pp']")
     if sparse := [tuple(t.shape) for t in tensors if t.grad is not None and t.grad.is_sparse]:
-        wrong.append(
-            f"gradients of parameters of shapes {sparse} are sparse; build the embedding with sparse=False"
-        )
+        wrong.append(f"gradients of shapes {sparse} are sparse; build embeddings with sparse=False")
     if wrong:
         raise ValueError("clip_grad_norm_: " + "; ".join(wrong))
 
@@ -128,9 +130,8 @@ def _spread_over(
     for dim, placement in enumerate(placements):
         if mesh.size(dim) > 1 and not placement.is_replicate():
             group = mesh.get_group(dim)
-            ranks = tuple(
-                dist.get_process_group_ranks(group)
-            )  # the same ranks in two meshes are one group here
+            # By ranks: two meshes over the same ones have two groups, of which one serves.
+            ranks = tuple(dist.get_process_group_ranks(group))
             groups.setdefault(ranks, group)
             spread.append(ranks)
     return tuple(spread)
@@ -146,17 +147,31 @@ def _local_grad(tensor: Tensor) -> Tensor | None:
 
 
 def _power_sum(grads: list[Tensor], p: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[sum of |x|^p], or for p = inf [largest |x|, 1 if there is a NaN], which all-reduces of MAX may drop."""
+    """[sum of |x|^p]; for p = inf [largest |x|, 1 if any is NaN], as MAX may lose a NaN."""
     if not grads:
         return torch.zeros(2 if p == math.inf else 1, device=device, dtype=dtype)
-    # Private, as there is no public norm of many tensors in few kernels.
-    norms = [
-        n.to(device) for some in _alike(grads) for n in torch._foreach_norm(some, p, dtype=dtype)
-    ]
+    norms = [n.to(device) for some in _alike(grads) for n in _norms(some, p, dtype)]
     if p < math.inf:
         return torch.stack(norms).pow(p).sum().reshape(1)
     largest = torch.stack(norms).max()
     return torch.stack([largest.nan_to_num(nan=0.0, posinf=math.inf), largest.isnan().to(dtype)])
+
+
+def _norms(grads: list[Tensor], p: float, dtype: torch.dtype) -> Iterable[Tensor]:
+    if grads[0].device.type == "cpu":
+        return [_norm_by_rows(grad, p, dtype) for grad in grads]
+    return torch._foreach_norm(grads, p, dtype=dtype)  # private: no public norm of many tensors
+
+
+def _norm_by_rows(grad: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    """Norm of norms of short rows: torch's CPU kernel adds one by one, off by 4e-4 at 10^7."""
+    values = grad.reshape(-1)
+    while values.numel() > ROW:
+        end = values.numel() // ROW * ROW
+        rows = torch.linalg.vector_norm(values[:end].view(-1, ROW), p, dim=1, dtype=dtype)
+        values = torch.cat([rows, values[end:].to(dtype)])
+    norm: Tensor = torch.linalg.vector_norm(values, p, dtype=dtype)
+    return norm
 
 
 def _alike(grads: list[Tensor]) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Shard a model's parameters, gradients and optimizer state over data ranks with torch's ``fully_shard``."""
+"""Shard a model's parameters, gradients and optimizer state over data ranks by ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -33,74 +34,86 @@ def apply_fsdp2(
     *,
     units: Units | None = None,
     head: str | nn.Module | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - torch's own default, never changed
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - as torch, never changed
     reshard_after_forward: bool | int = True,
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
 ) -> Module:
-    """Shard ``model`` in place: ``fully_shard`` on each unit, inner to outer, and on a root that takes the rest.
+    """Shard ``model`` in place: ``fully_shard`` on each unit, then on a root that takes the rest.
 
-    **Groups.** Each unit is gathered and reduced by itself. By default the units are the blocks of `find_blocks` and the
-    token embedding. The head (``get_output_embeddings()``, else the attribute ``output``, else ``head``) is a group of
-    its own unless a unit holds it. Modules that share a parameter are put into one group. Submodules without
-    parameters are skipped.
+    Groups: each unit is gathered and reduced by itself. By default the units are the blocks of
+    `find_blocks` and the token embedding. The head (``head``, else ``get_output_embeddings()``, else
+    the attribute ``output``) is a group of its own unless a unit holds it. Modules that share a
+    parameter are put into one group. Modules without parameters are skipped.
 
-    **When unsharded parameters are freed.** ``reshard_after_forward`` means for units what it means in torch: True frees them
-    after the forward and gathers them again in the backward, False keeps them, an int keeps them sharded over that many
-    neighbouring ranks. The group with the head always keeps them, so that a loss that works on ``model.output`` in
-    chunks gathers it once; so does the root, as in torch (``None``).
+    Freeing: for units ``reshard_after_forward`` means what it means in torch. True frees gathered
+    parameters after the forward and gathers them again in the backward, False keeps them, an int
+    keeps them sharded over that many neighbouring ranks. The group that holds the head keeps them
+    whatever the flag says, so that a loss may use ``model.output`` again and again; the root does
+    too, as by torch's default. A call without gradients frees those two at its end, unless the flag
+    is False: kept parameters would hide later changes of the sharded ones.
 
-    **Outside the root.** The root is the model. If the head lies outside the module that holds everything else, as in a
-    transformers CausalLM, that module is the root and the head stands beside it, so ``model(tokens)`` and
-    ``model.lm_head(model.model(tokens).last_hidden_state)`` both work. Call modules, never their ``forward``.
+    Root: it is ``model``. If the head lies outside the module that holds all the rest, as in a
+    transformers CausalLM, that module is the root and the head stands beside it; ``model(tokens)``
+    and ``model.lm_head(model.model(tokens).last_hidden_state)`` are both right. Always call
+    modules, never their ``forward``, which would skip the hooks.
 
-    **Precision.** ``param_dtype`` and ``reduce_dtype`` hold everywhere. Floating inputs are cast where they come in from
-    outside, at the root and the group with the head, and not from block to block, so a table that the model
-    computes in float32 (RoPE) reaches its blocks in float32. ``output_dtype`` is what the root and the head return.
-    Gradients have the dtype of the parameters as they were built. Buffers are never cast.
+    Precision: ``param_dtype`` and ``reduce_dtype`` hold for every group. Floating inputs are cast
+    where they enter, at the root and at the head, and not from block to block, so tables that the
+    model computes in float32 (RoPE) reach the blocks in float32. ``output_dtype`` is what the root
+    and a head in a group of its own return. Gradients have the dtype that the parameters were built
+    with. Buffers are never cast.
 
-    **Start.** Real (not meta) parameters and buffers get the values of the first rank of ``mesh``, so ranks can't start
-    apart. Meta tensors are left for `materialize`.
+    Start: real (not meta) parameters and buffers get the values of the first rank of ``mesh``, so
+    ranks can't start apart. Meta tensors are left for `materialize`.
 
     Args:
-        model: Any module, after `apply_tp`, `apply_ac` and `apply_compile`, before the optimizer is built.
-        mesh: What `fsdp_mesh` returned: 1-D, or 2-D for HSDP (replicated over the first dim, sharded over the second).
-        units: Names or globs, each match a group; a nested list is one group: ``["layers.*", ["norm", "output"]]``. With
-            own units the embedding is left to the root, unless named.
-        head: Name of the output layer, or the module, if it isn't found.
+        model: Any module, the same on all ranks; after `apply_tp`, `apply_ac` and `apply_compile`,
+            before the optimizer is built.
+        mesh: What `fsdp_mesh` returned: 1-D, or 2-D for HSDP (replicated over the first dim, sharded
+            over the second).
+        units: Names or globs, each match a group; a nested list is one group:
+            ``["layers.*", ["norm", "output"]]``. Then the embedding belongs to the root, unless it
+            is named or tied to the head. ``[]``: no unit.
+        head: The output layer or its name, if it isn't found.
         mp_policy: torch's.
-        reshard_after_forward: True, False, or an int that divides the shard dim.
-        offload_policy: torch's; ``CPUOffloadPolicy`` needs an accelerator.
+        reshard_after_forward: True, False, or an int that divides the shard dim (only if ``mesh``
+            spans all ranks; torch can't build its groups otherwise).
+        offload_policy: torch's. ``CPUOffloadPolicy`` needs an accelerator.
 
     Returns:
-        The same model. Its class and that of each unit get torch's ``FSDPModule`` mixed in. One rank is wrapped too, so
-        that ``mp_policy`` means the same there.
+        The same model. The classes of root, units and head become torch's ``FSDPModule`` as well.
+        One rank is wrapped too, so that ``mp_policy`` means the same there.
 
     Raises:
-        ValueError: The mesh isn't 1-D or 2-D or has a dim that FSDP can't shard over; units, head or tied parameters
-            as in the message; parameters that ``fully_shard`` can't take; an int that doesn't divide the shard dim;
-            offloading on CPU; a model that is already sharded. All before any communication.
+        ValueError: A model that is sharded already; a mesh that FSDP can't shard over; units, head
+            or tied parameters as the message says; parameters that ``fully_shard`` doesn't take; a
+            wrong int; offloading on CPU. All before any communication.
 
-    Cost: per rank 1/size of parameters, gradients and optimizer state, and one group (two while it prefetches) in full. One
-    broadcast per real tensor and mesh dim now; per step an all-gather (two with True) and a reduce-scatter per group,
-    with HSDP an all-reduce more. An int makes two process groups per unit.
+    Cost: per rank 1/size of parameters, gradients and optimizer state, and one or two whole groups.
+    Now one broadcast per real tensor and mesh dim. Per step and group one all-gather (two with
+    True) and one reduce-scatter, with HSDP also one all-reduce. An int makes process groups for each
+    unit, which takes long to set up on many ranks.
 
-    Source: PyTorch FSDP, arXiv:2304.11277; ZeRO, arXiv:1910.02054; ties: pytorch#176076; HSDP start: torchtitan#1777.
+    Source: PyTorch FSDP, arXiv:2304.11277; ZeRO, arXiv:1910.02054.
     """
     where = "apply_fsdp2"
     require_before(where, model, where)
     _check_mesh(mesh)
     plan = plan_groups(model, units, head, where=where)
-    reshard = _check_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
-    _check_rest(model, plan, mesh, mp_policy, offload_policy)
+    _check_options(model, plan, mesh, mp_policy, reshard_after_forward, offload_policy)
+    # On one rank there is nothing to reshard to, whatever the int.
+    one_rank = mesh.size(mesh.ndim - 1) == 1
+    reshard = bool(reshard_after_forward) if one_rank else reshard_after_forward
+
     modules = dict(clean_named_modules(model))
-    done: set[Tensor] = set()  # synchronised, or sharded already
+    done: set[Tensor] = set()  # synchronised, or sharded by an inner group
     for group in plan.groups:
         members = [modules[name] for name in group.names]
         _start_together(members, mesh, done)
         fully_shard(
             members if len(members) > 1 else members[0],
             mesh=mesh,
-            reshard_after_forward=reshard if group is not plan.head_group else False,
+            reshard_after_forward=False if group is plan.head_group else reshard,
             mp_policy=_group_policy(mp_policy, group, plan),
             offload_policy=offload_policy,
         )
@@ -108,52 +121,39 @@ def apply_fsdp2(
     root = modules[plan.root]
     _refuse_bare_forward(root, done)
     _start_together([model], mesh, done)
-    fully_shard(
-        root,
-        mesh=mesh,
-        reshard_after_forward=None,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-    )
+    fully_shard(root, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
+    if reshard is not False:
+        head_names = plan.head_group.names[:1] if plan.head_group else []
+        kept = [root, *(modules[name] for name in head_names)]
+        _reshard_without_grad(model, kept)
+        if root is not model:
+            _reshard_without_grad(root, [root])
     return model
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
-    # Any 2-D mesh means HSDP to fully_shard, so (dp_shard, cp) would silently be replicated over dp_shard.
-    not_sharded = {"pp", "tp"} & {*names} or (mesh.ndim == 2 and {*names[:1]} & {"dp_shard", "cp"})
-    if mesh.ndim not in (1, 2) or not_sharded or len(names) < mesh.ndim > 1:
+    # fully_shard reads any 2-D mesh as HSDP: (dp_shard, cp) would be replicated over dp_shard.
+    misread = mesh.ndim == 2 and (not names or names[0] in {"dp_shard", "cp"})
+    if mesh.ndim not in {1, 2} or misread or {"pp", "tp"} & {*names}:
         raise ValueError(
-            f"apply_fsdp2: the mesh must be 1-D (sharded) or 2-D with names (replicated over the first dim, sharded over"
-            f" the second), got dims {names or None} of sizes {tuple(mesh.shape)}; pass ptx.fsdp_mesh(mesh)"
+            "apply_fsdp2: the mesh must be 1-D (sharded over), or 2-D with names (replicated over the"
+            f" first dim, sharded over the second), got dims {names} of sizes {tuple(mesh.shape)};"
+            " pass ptx.fsdp_mesh(mesh)"
         )
 
 
-def _check_reshard(value: bool | int, shard_size: int) -> bool | int:
-    if (
-        isinstance(value, bool) or shard_size == 1
-    ):  # nothing to reshard to on one rank, whatever the number
-        return bool(value)
-    if not isinstance(value, int) or value < 2 or shard_size % value:
-        raise ValueError(
-            f"apply_fsdp2: reshard_after_forward={value!r} must be True, False, or an int from 2 that divides the shard dim"
-            f" of size {shard_size}"
-        )
-    return value
-
-
-def _check_rest(
+def _check_options(
     model: nn.Module,
     plan: Grouping,
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
+    reshard: bool | int,
     offload_policy: OffloadPolicy,
 ) -> None:
-    wrong = []
+    wrong = _reshard_errors(reshard, mesh)
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
-        wrong.append(
-            "CPUOffloadPolicy needs an accelerator, the mesh is on cpu; leave offload_policy out"
-        )
+        wrong.append("CPUOffloadPolicy needs an accelerator, and the mesh is on cpu; leave it out")
     if scalars := [name for name, p in clean_named_parameters(model) if p.ndim == 0]:
         wrong.append(f"{scalars} have no dim to shard; give them shape [1]")
     seen: set[nn.Parameter] = set()
@@ -161,20 +161,34 @@ def _check_rest(
     for names in (*(group.names for group in plan.groups), [""]):
         held = {p for name in names for p in modules[name].parameters()} - seen
         seen |= held
-        dtypes = {str(p.dtype) for p in held if p.requires_grad}
+        dtypes = sorted({str(p.dtype) for p in held if p.requires_grad})
         if len(dtypes) > 1:
-            what = names if names[0] else "the rest of the model"
-            wrong.append(
-                f"{what} mixes trainable {' and '.join(sorted(dtypes))}; give each dtype units of its own"
-            )
-    shared_head = plan.head_group is not None and len(plan.head_group.names) > 1
-    if mp_policy.output_dtype is not None and plan.root and shared_head:
+            what = names if names[0] else "what no unit holds"
+            wrong.append(f"{what} mixes trainable {' and '.join(dtypes)}; split it into units")
+    head_shares = plan.head_group is not None and len(plan.head_group.names) > 1
+    if mp_policy.output_dtype is not None and plan.root and head_shares:
         wrong.append(
-            f"output_dtype can't be kept, as {plan.head!r} shares a group and lies outside the root {plan.root!r}; leave it"
-            " out and cast the logits"
+            f"output_dtype={mp_policy.output_dtype} can't be kept, as {plan.head!r} shares a group and"
+            f" lies outside the root {plan.root!r}; leave it out, and cast the logits"
         )
     if wrong:
         raise ValueError("apply_fsdp2: " + "; ".join(wrong))
+
+
+def _reshard_errors(reshard: bool | int, mesh: DeviceMesh) -> list[str]:
+    size = mesh.size(mesh.ndim - 1)
+    if isinstance(reshard, bool) or (isinstance(reshard, int) and reshard > 0 and size == 1):
+        return []
+    given = f"reshard_after_forward={reshard!r}"
+    if not isinstance(reshard, int) or reshard < 2 or size % reshard:
+        return [f"{given} must be True, False, or an int from 2 that divides the shard dim, {size}"]
+    if reshard < size and mesh.size() != dist.get_world_size():
+        # fully_shard makes groups of these ranks only, and the other ranks wait for theirs: a hang.
+        return [
+            f"{given} needs a mesh over all {dist.get_world_size()} ranks, this one has"
+            f" {mesh.size()}; pass True"
+        ]
+    return []
 
 
 def _group_policy(
@@ -182,12 +196,12 @@ def _group_policy(
 ) -> MixedPrecisionPolicy:
     if group is not plan.head_group:
         return replace(policy, output_dtype=None, cast_forward_inputs=False)
-    # The policy holds for each member; an embedding that shares the head's group must not return output_dtype.
+    # The policy is that of each member, and an embedding must not return output_dtype.
     return policy if len(group.names) == 1 else replace(policy, output_dtype=None)
 
 
 def _start_together(modules: Iterable[nn.Module], mesh: DeviceMesh, done: set[Tensor]) -> None:
-    """Copy every real tensor from the first rank of the mesh; ``fully_shard`` keeps what each rank has."""
+    """Copy every real tensor from the first rank; ``fully_shard`` keeps what each rank has."""
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
@@ -197,34 +211,33 @@ def _start_together(modules: Iterable[nn.Module], mesh: DeviceMesh, done: set[Te
                 continue
             done.add(tensor)
             if not isinstance(tensor, DTensor):
-                # As fully_shard does: communication needs the first, sharding the second.
+                # fully_shard would do the first, and wants the second.
                 tensor.data = tensor.data.to(device).contiguous()
             _broadcast(tensor, mesh)
 
 
 @torch.no_grad()
 def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.numel():
-        data = local.reshape(-1).view(torch.uint8)  # as bytes: some backends don't know some dtypes
-        for dim in range(mesh.ndim):  # the first replica gets it right in its own shard dim, last
+        data = local.detach().reshape(-1).view(torch.uint8)  # no backend knows all dtypes
+        for dim in range(mesh.ndim):  # over the replicas first, then inside each
             if mesh.size(dim) > 1:
                 dist.broadcast(data, group=mesh.get_group(dim), group_src=0)
 
 
 def _refuse_bare_forward(root: nn.Module, taken: set[Tensor]) -> None:
-    """Have ``root.forward`` say what is wrong when it is called past the hooks, where the root's parameters are shards."""
-    own = [
-        (m, key)
-        for m in root.modules()
-        for key, p in m._parameters.items()
-        if p is not None and p not in taken
-    ]
-    if not own:
+    """Have ``root.forward``, called past the hooks, say so; torch complains of mixed tensors."""
+    own = (
+        (module, key, parameter)
+        for module in root.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and parameter not in taken
+    )
+    if (first := next(own, None)) is None:
         return
-    module, key = own[0]
-    whole = module._parameters[key]
-    dims = whole.device_mesh.ndim if isinstance(whole, DTensor) else 0
+    module, key, parameter = first
+    dims = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
     forward = root.forward
 
     @functools.wraps(forward)
@@ -232,9 +245,25 @@ def _refuse_bare_forward(root: nn.Module, taken: set[Tensor]) -> None:
         now: Tensor | None = module._parameters[key]
         if isinstance(now, DTensor) and now.device_mesh.ndim > dims:
             raise ValueError(
-                f"apply_fsdp2: {type(root).__name__}.forward was called directly, past the hooks of __call__ that gather"
-                " the parameters; call the model itself, model(...)"
+                f"apply_fsdp2: {type(root).__name__}.forward was called past __call__, whose hooks"
+                " gather the parameters; call the module itself: model(...)"
             )
         return forward(*args, **kwargs)
 
     root.forward = checked
+
+
+def _reshard_without_grad(outer: nn.Module, kept: list[nn.Module]) -> None:
+    """Free what a forward keeps for a backward that won't come.
+
+    Else ``parameters()`` gives the gathered copies, to which writes are lost and from which an
+    optimizer trains nothing, and the next forward would use them though a step came between.
+    """
+
+    def reshard(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            for module in kept:
+                assert isinstance(module, FSDPModule)
+                module.reshard()
+
+    outer.register_forward_hook(reshard)

@@ -1,4 +1,4 @@
-"""Decide which modules share an FSDP group: units, embedding, head, tied parameters, and the root with the rest."""
+"""Decide which modules share an FSDP group: units, embedding, head, ties, and a root for the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Group:
     """Modules whose parameters are gathered and reduced together."""
 
     names: list[str]
-    asked: bool  # by `units`; the others were made for the embedding or the head, and may be left to the root
+    asked: bool  # by `units`; else made for embedding or head, and may be left to the root
 
 
 @dataclass
@@ -35,8 +35,8 @@ def plan_groups(
     """The groups of `apply_fsdp2`, whose docstring gives the rules; changes nothing.
 
     Raises:
-        ValueError: As `resolve_units`; a head that isn't there; units without parameters, or that can't be nested; tied
-            parameters that can't be in one group.
+        ValueError: As `resolve_units`; a head that isn't there; units without parameters, or that
+            can't be nested; tied parameters that can't be in one group.
     """
     tree = _Tree(model)
     groups = [Group(names, asked=True) for names in resolve_units(model, units, where=where)]
@@ -62,14 +62,12 @@ class _Tree:
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(clean_named_modules(model))  # by the first path to each
         self.first_name: dict[str, str] = {}  # by every path
-        self.owners: dict[
-            nn.Parameter, list[str]
-        ] = {}  # every path to a module that holds the parameter itself
+        self.owners: dict[nn.Parameter, list[str]] = {}  # all paths to modules that hold it
         self._name_of: dict[nn.Module, str] = {}
         self._under: dict[str, set[nn.Module]] = {}
         for raw_path, module in model.named_modules(remove_duplicate=False):
             path = clean_name(raw_path)
-            # A wrapper and the module in it have one clean name, which is the wrapper's: hooks go there.
+            # A wrapper and the module in it have one clean name: the wrapper's, hooks go there.
             name = self._name_of.setdefault(module, path)
             self.first_name.setdefault(path, name)
             for parameter in module._parameters.values():
@@ -124,8 +122,8 @@ def _find_head(
     if name is None or tree.is_bare(name):
         what = repr(head) if isinstance(head, str) else type(head).__name__
         raise ValueError(
-            f"{where}: head={what} is no submodule of {type(model).__name__} with parameters; pass its name, such as"
-            " 'lm_head', or the module itself"
+            f"{where}: head={what} is no submodule of {type(model).__name__} with parameters; pass"
+            " its name, such as 'lm_head', or the module itself"
         )
     return name
 
@@ -155,7 +153,10 @@ def _join_owners(paths: list[str], groups: list[Group], tree: _Tree) -> str | No
     if len(apart) + (None in homes) < 2:
         return None
     quoted = ", ".join(repr(path) for path in paths)
-    error = f"{quoted} share a parameter but can't be in one group; name a unit that holds them all, or none of them"
+    error = (
+        f"{quoted} share a parameter but can't be in one group; name a unit that holds them all, or"
+        " none of them"
+    )
     loose = {tree.first_name[path] for path, home in zip(paths, homes) if home is None}
     others = [name for group in groups if group not in apart for name in group.names]
     if any(not name or any(tree.is_inside(other, name) for other in others) for name in loose):
@@ -186,7 +187,7 @@ def _inner_first(groups: list[Group], tree: _Tree) -> tuple[list[Group], list[st
         if free is None:
             units = ", ".join(str(group.names) for group in left)
             return groups, [
-                f"units {units} lie inside each other, so none can be wrapped first; merge or split them"
+                f"units {units} lie inside each other, so none can be wrapped first; split them"
             ]
         ordered.append(free)
         left.remove(free)
@@ -202,8 +203,8 @@ def _holds(group: Group, other: Group, tree: _Tree) -> bool:
 def _find_root(head: str, groups: list[Group], tree: _Tree) -> str:
     """The model; or, if the head lies outside the module that holds all the rest, that module.
 
-    The root's parameters are gathered only when the root itself is called. With a whole transformers model as root,
-    calling ``model.model(tokens)`` and ``model.lm_head(hidden)`` would miss that.
+    The root's parameters are gathered only when the root itself is called. With a transformers
+    CausalLM as root, calling ``model.model(tokens)`` and ``model.lm_head(hidden)`` would miss that.
     """
     rest = [name for group in groups for name in group.names if name != head]
     rest += [

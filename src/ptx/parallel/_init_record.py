@@ -90,8 +90,9 @@ class Record:
 class StandIn(Tensor):
     """A tensor on CPU without data, a parameter or a view of one, whose in-place ops are noted."""
 
-    record: Record
-    view: Tensor  # on meta; its shape, strides and offset say which elements these are
+    # Names that neither Tensor has nor a user gives.
+    ptx_record: Record
+    ptx_view: Tensor  # on meta; its shape, strides and offset say which elements these are
 
     @staticmethod
     def __new__(cls, record: Record, view: Tensor) -> StandIn:
@@ -103,11 +104,11 @@ class StandIn(Tensor):
             dtype=view.dtype,
             device=torch.device("cpu"),
         )
-        self.record, self.view = record, view
+        self.ptx_record, self.ptx_view = record, view
         return self
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"StandIn({self.record.name!r}, {tuple(self.shape)}, {self.dtype})"
+        return f"StandIn({self.ptx_record.name!r}, {tuple(self.shape)}, {self.dtype})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -125,12 +126,12 @@ class StandIn(Tensor):
         tensors = tensors_in((args, kwargs))
         if not isinstance(target, StandIn):
             target = next(t for t in tensors if isinstance(t, StandIn))
-            raise _refusal(target.record, func)
+            raise _refusal(target.ptx_record, func)
         if any(_has_no_values(t) for t in tensors if t is not target):
-            raise _refusal(target.record, func)
-        if not target.record.open:
+            raise _refusal(target.ptx_record, func)
+        if not target.ptx_record.open:
             raise ValueError(
-                f"materialize: {target.record.name!r}: its initialisation kept a reference to what"
+                f"materialize: {target.ptx_record.name!r}: its initialisation kept a reference to what"
                 " stood for it, and uses it afterwards; keep a reference to the module instead"
             )
         if func.is_view:
@@ -154,7 +155,7 @@ def trunc_normal_recorded() -> Iterator[None]:
     # `from torch.nn.init import trunc_normal_`, and transformers' TORCH_INIT_FUNCTIONS.
     original: Callable[..., Tensor] = nn.init._no_grad_trunc_normal_
 
-    def trunc_normal(  # noqa: PLR0917 (torch's signature)
+    def trunc_normal(
         tensor: Tensor,
         mean: float,
         std: float,
@@ -164,10 +165,10 @@ def trunc_normal_recorded() -> Iterator[None]:
     ) -> Tensor:
         if not isinstance(tensor, StandIn):
             return original(tensor, mean, std, a, b, generator=generator)
-        _refuse_generator(tensor.record.name, "trunc_normal_", generator)
+        _refuse_generator(tensor.ptx_record.name, "trunc_normal_", generator)
         _init_draw.trunc_normal_limits(mean, std, a, b)
         fill = partial(_init_draw.trunc_normal, mean=mean, std=std, a=a, b=b)
-        tensor.record.add_draw(fill, _region(tensor, "trunc_normal_"))
+        tensor.ptx_record.add_draw(fill, _region(tensor, "trunc_normal_"))
         return tensor
 
     nn.init._no_grad_trunc_normal_ = trunc_normal
@@ -202,19 +203,19 @@ def running_line() -> str:
 
 
 def _view(target: StandIn, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    views = func(target.view, *args, **kwargs)
+    views = func(target.ptx_view, *args, **kwargs)
     if any(view.dtype != target.dtype for view in tensors_in(views)):
-        raise _refusal(target.record, func)
+        raise _refusal(target.ptx_record, func)
     if isinstance(views, Tensor):
-        return StandIn(target.record, views)
-    return [StandIn(target.record, view) for view in views]
+        return StandIn(target.ptx_record, views)
+    return [StandIn(target.ptx_record, view) for view in views]
 
 
 def _note(
     target: StandIn, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Add one in-place op to the record, or refuse it."""
-    record, view = target.record, target.view
+    record, view = target.ptx_record, target.ptx_view
     if name in DRAWS and not tensors_in(args):
         fill = draw_fill(func, record.name, args, kwargs)
         func(view, *args, **kwargs)  # on meta: torch's own checks of the numbers
@@ -247,10 +248,10 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensor: Tensor
 
 
 def _region(target: StandIn, func: object) -> _init_draw.Region:
-    region = _init_draw.region_of(target.view, target.record.shape)
+    region = _init_draw.region_of(target.ptx_view, target.ptx_record.shape)
     if region is None:
         raise ValueError(
-            f"materialize: {target.record.name!r}: {func} at {running_line()} acts on a view that"
+            f"materialize: {target.ptx_record.name!r}: {func} at {running_line()} acts on a view that"
             " isn't a box of it (a step, merged or repeated dims); use the whole parameter, a slice"
             " or a transposed view"
         )

@@ -166,7 +166,7 @@ def _reset(
     reset = getattr(kind, "reset_parameters", None) or getattr(kind, "_reset_parameters", None)
     if reset is None or (only is not None and module not in only):
         return
-    records = [p.record for p in module._parameters.values() if isinstance(p, StandIn)]
+    records = [p.ptx_record for p in module._parameters.values() if isinstance(p, StandIn)]
     for record in records:  # a tied parameter was filled already
         record.muted = filled_by.get(record, module) is not module
     reset(module)

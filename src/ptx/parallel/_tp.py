@@ -23,7 +23,6 @@ from ptx._names import clean_named_modules, clean_named_parameters, match_names
 from ptx.parallel._order import require_before
 from ptx.parallel._tp_plan import tp_plan
 from ptx.parallel._tp_styles import (
-    BlockInput,
     HeadParallel,
     RefuseArguments,
     Replicated,
@@ -35,7 +34,6 @@ _HOOKS_ONLY = (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
-    BlockInput,
     RefuseArguments,
 )
 

@@ -18,7 +18,6 @@ from ptx._names import clean_named_modules, match_names
 from ptx.model import Transformer
 from ptx.parallel._tp_styles import (
     AttentionInput,
-    BlockInput,
     HeadParallel,
     ModelInput,
     RefuseArguments,
@@ -150,8 +149,11 @@ def _llama_model_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
         "norm": norm,
     }
     if sequence_parallel:
-        model_input = ModelInput({"output_hidden_states": _ONE_PART})
-        plan = {"": model_input, "layers.*": BlockInput(), **plan}
+        plan[""] = ModelInput({"output_hidden_states": _ONE_PART})
+        # From here on the residual stream is a plain tensor, this rank's part.
+        plan["layers.0"] = PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=True
+        )
     return plan
 
 

@@ -129,6 +129,9 @@ def _localise_output(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
 class AttentionInput(PrepareModuleInput):
     """Gathers the ``hidden_states`` of a transformers attention once, for all of its projections.
 
+    A hidden state longer than the ``position_embeddings`` is refused: a block was given the whole
+    sequence, where under sequence parallelism it takes this rank's part.
+
     Also sets the module's ``num_key_value_groups`` to what it is on one rank. Transformers repeats
     keys and values that often, and where kv heads are replicated, fewer query heads share one.
 
@@ -152,46 +155,21 @@ class AttentionInput(PrepareModuleInput):
         tp = device_mesh.size()
         groups = (self.heads // tp) // max(1, self.kv_heads // tp)
         module.num_key_value_groups = groups  # type: ignore[assignment]
+        module.register_forward_pre_hook(_check_length, with_kwargs=True)
         return super()._apply(module, device_mesh)
 
     def __repr__(self) -> str:
         return f"AttentionInput({self.layout!r}, heads={self.heads}, kv_heads={self.kv_heads})"
 
 
-class BlockInput(ParallelStyle):
-    """Makes a transformers block's hidden state this rank's part of the sequence, a plain tensor.
-
-    The first block gets a DTensor from the embedding; the others get the plain part that the block
-    before returned. A plain tensor of another length, the whole sequence for instance, is refused
-    instead of gathered into a longer one: ``position_embeddings`` are as long as the sequence.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs: _take_part(args, kwargs, device_mesh.size()), with_kwargs=True
-        )
-        return module
-
-    def __repr__(self) -> str:
-        return "BlockInput()"
-
-
-def _take_part(
-    args: tuple[Any, ...], kwargs: dict[str, Any], tp: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    hidden = args[0] if args else kwargs["hidden_states"]
-    if isinstance(hidden, DTensor):
-        hidden = hidden.redistribute(placements=[Shard(1)]).to_local()
-    length = kwargs["position_embeddings"][0].shape[-2]
-    if hidden.shape[1] * tp != length:
+def _check_length(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    hidden, length = kwargs["hidden_states"], kwargs["position_embeddings"][0].shape[-2]
+    if isinstance(hidden, DTensor) and hidden.shape[1] != length:
         raise ValueError(
-            f"apply_tp: a block got {hidden.shape[1]} positions, and position embeddings for"
-            f" {length}; with sequence parallelism over tp={tp} it takes this rank's"
-            f" {length / tp:g} (call the whole model, or split the hidden state)"
+            f"apply_tp: hidden states of {hidden.shape[1]} positions over all ranks, and position"
+            f" embeddings for {length}; under sequence parallelism a block takes this rank's part of"
+            " the hidden state (call the whole model, or split it first)"
         )
-    if args:
-        return (hidden, *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": hidden}
 
 
 class RefuseArguments(ParallelStyle):
