@@ -103,9 +103,7 @@ def test_L03_token_mean_over_batches_and_ranks() -> None:
         assert not mean.requires_grad
         assert mean.item() == pytest.approx(9.2, abs=1e-6)  # a mean of the means gives 6
     assert token_mean(torch.zeros(()), 0, mesh) == 0
-    # float32 would lose the small batches: 2**24 + 1 == 2**24
-    one = torch.tensor(2.0**24) if rank == 0 else torch.tensor(1.0)
-    assert token_mean(one * 2, one.long(), mesh) == 2
+    assert token_mean([2.0**24, 1.0, -(2.0**24)], [1], mesh) == 1  # 0 in float32
     assert token_mean(math.nan, 1, mesh).isnan()
 
 
@@ -143,6 +141,8 @@ def test_tp_ranks_are_counted_once() -> None:
 
 
 def test_wrong_labels_are_refused(one_rank: DeviceMesh) -> None:
+    byte = torch.tensor([156, 1], dtype=torch.uint8)  # 156 is -100 to a byte
+    assert token_scale(byte, one_rank) == 0.5
     with pytest.raises(ValueError, match=r"labels are torch\.float32"):
         token_scale(torch.zeros(3), one_rank)
     with pytest.raises(ValueError, match="empty list"):

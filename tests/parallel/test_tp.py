@@ -4,32 +4,37 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 import torch.nn.functional as F
-from collectives import CollectiveLog
-from harness import distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from collectives import CollectiveLog
+from harness import distributed
 from ptx.mesh import build_mesh
 from ptx.model import ModelArgs, Transformer
-from ptx.parallel import _tp
 from ptx.parallel._tp import apply_tp
 from ptx.parallel._tp_plan import tp_plan
 from ptx.parallel._tp_styles import HeadParallel, Replicated
 
+# Over 4 ranks: 2 kv heads are replicated, 13 rows split 4/4/4/1 and 3 rows leave a rank without any.
 ARGS = ModelArgs(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, vocab_size=13)
-# Over 4 ranks the two kv heads of ARGS are replicated, and 13 rows split 4/4/4/1.
 VARIANTS = {
     "plain": {},
-    "tied": {"tie_embeddings": True},
-    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
-    "all kv heads": {"n_kv_heads": 4, "qk_norm": True},
+    "tied": {"tie_embeddings": True, "vocab_size": 3},
+    "biases": {
+        "n_kv_heads": 4,
+        "qk_norm": True,
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+    },
     "1 kv head": {
         "n_kv_heads": 1,
         "qk_norm": True,
@@ -38,7 +43,6 @@ VARIANTS = {
         "sliding_window": 3,
         "nope_layers": (True, False),
     },
-    "an empty shard": {"vocab_size": 3, "tie_embeddings": True},
 }
 LLAMA = {
     "hidden_size": 16,
@@ -51,10 +55,15 @@ LLAMA = {
     "use_cache": False,
 }
 LLAMA_VARIANTS = {
-    "plain": {},
-    "tied": {"tie_word_embeddings": True},
-    "1 kv head, biases": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
-    "eager attention": {"attn_implementation": "eager"},
+    "plain": ({}, ("tokens", "padding", "embeds")),
+    "tied": (
+        {"tie_word_embeddings": True, "attn_implementation": "eager"},
+        ("body and head", "embeds"),
+    ),
+    "1 kv head": (
+        {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+        ("tokens", "padding"),
+    ),
 }
 
 
@@ -104,7 +113,9 @@ def assert_same_gradients(model, reference, what):
         model.named_parameters(), reference.named_parameters(), strict=True
     ):
         assert isinstance(got, DTensor), f"{what}: {name}"
-        assert_same(full(got.grad), want.grad, f"{what}: gradient of {name}")
+        assert (got.grad is None) == (want.grad is None), f"{what}: gradient of {name}"
+        if want.grad is not None:
+            assert_same(full(got.grad), want.grad, f"{what}: gradient of {name}")
 
 
 def assert_equal_on_all_ranks(tensor, what):
@@ -124,30 +135,40 @@ def fake_mesh():
 # Exactness
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@distributed(world_size=2)
+def test_transformer_over_2_ranks():
+    check_transformer(tp=2)
+
+
 @distributed(world_size=4)
-def test_transformer_equals_one_process(tp):
+def test_transformer_over_4_ranks():
+    check_transformer(tp=4)
+
+
+def check_transformer(tp):
     mesh = build_mesh(tp=tp, device_type="cpu")["tp"]
     for name, changes in VARIANTS.items():
         reference = build(**changes)
         tokens, labels = batch(reference.args.vocab_size)
-        want_hidden = reference(tokens, return_hidden=True).detach()
         want = backward(reference(tokens), labels)
         for sequence_parallel in (True, False):
             what = f"{name}, sequence_parallel={sequence_parallel}"
             model = build(**changes)
             plan = tp_plan(model, sequence_parallel=sequence_parallel)
             assert apply_tp(model, mesh, plan) is model
-            hidden, logits = model(tokens, return_hidden=True), model(tokens)
+            logits = model(tokens)
             assert logits.placements == (Shard(2),)
-            if sequence_parallel:
-                assert hidden.placements == (Shard(1),)
-            assert isinstance(hidden, DTensor) == sequence_parallel
-            assert_same(full(hidden), want_hidden, f"{what}: hidden")
             assert_same(backward(logits, labels), want, f"{what}: loss")
             assert_same_gradients(model, reference, what)
             tied = model.output.weight is model.tok_embeddings.weight
             assert tied == reference.args.tie_embeddings
+
+            if name == "plain":
+                hidden = model(tokens, return_hidden=True)
+                assert isinstance(hidden, DTensor) == sequence_parallel
+                if sequence_parallel:
+                    assert hidden.placements == (Shard(1),)
+                assert_same(full(hidden), reference(tokens, return_hidden=True), f"{what}: hidden")
 
 
 @distributed(world_size=4)
@@ -171,52 +192,49 @@ def test_transformer_with_fsdp_equals_one_process():
             assert_same_gradients(model, reference, f"{name}, {sequence_parallel}")
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@distributed(world_size=2)
+def test_transformers_llama_over_2_ranks():
+    check_llama(tp=2)
+
+
 @distributed(world_size=4)
-def test_transformers_llama_equals_one_process(tp):
+def test_transformers_llama_over_4_ranks():
+    check_llama(tp=4)
+
+
+def check_llama(tp):
     mesh = build_mesh(tp=tp, device_type="cpu")["tp"]
     tokens, labels = batch(LLAMA["vocab_size"])
     padding = torch.ones_like(tokens)
     padding[1, 6:] = 0
-    embeds = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(2))
+    embeds = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(2), requires_grad=True)
 
     def run(model, how):
+        """The loss, and the gradient of embeds."""
         model.zero_grad()
+        embeds.grad = None
         if how == "body and head":
             logits = model.lm_head(model.model(tokens).last_hidden_state)
         elif how == "embeds":
             logits = model(inputs_embeds=embeds).logits
         else:
             logits = model(tokens, attention_mask=padding if how == "padding" else None).logits
-        return backward(logits, labels)
+        assert logits.shape == (2, 8, 13)
+        return backward(logits, labels), embeds.grad
 
-    for name, changes in LLAMA_VARIANTS.items():
+    for name, (changes, hows) in LLAMA_VARIANTS.items():
         reference = build_llama(**changes)
-        models = {
-            sp: apply_tp(model := build_llama(**changes), mesh, tp_plan(model, sequence_parallel=sp))
-            for sp in (True, False)
-        }
-        for how in ("tokens", "padding", "body and head", "embeds"):
-            embeds.requires_grad_(how == "embeds").grad = None
-            want = run(reference, how)
-            want_embeds = embeds.grad
-            for sequence_parallel, model in models.items():
+        for sequence_parallel in (True, False):
+            model = build_llama(**changes)
+            apply_tp(model, mesh, tp_plan(model, sequence_parallel=sequence_parallel))
+            for how in hows:
                 what = f"{name}, {how}, sequence_parallel={sequence_parallel}"
-                embeds.grad = None
-                assert_same(run(model, how), want, f"{what}: loss")
+                (want, want_embeds), (got, got_embeds) = run(reference, how), run(model, how)
+                assert_same(got, want, f"{what}: loss")
+                assert_same_gradients(model, reference, what)
                 if how == "embeds":
-                    assert_same(embeds.grad, want_embeds, what)
-                    model.model.embed_tokens.weight.grad = None  # tied: the head's part only
-                    if "tied" in name:
-                        continue
-                    reference.model.embed_tokens.weight.grad = None
-                    trained = [n for n, p in reference.named_parameters() if p.grad is not None]
-                    for key in trained:
-                        got = model.get_parameter(key).grad
-                        assert_same(full(got), reference.get_parameter(key).grad, f"{what}: {key}")
-                else:
-                    assert_same_gradients(model, reference, what)
-        assert model.config.num_key_value_heads == reference.config.num_key_value_heads
+                    assert_same(got_embeds, want_embeds, what)
+            assert model.config.num_key_value_heads == reference.config.num_key_value_heads
 
 
 @distributed(world_size=2)
@@ -272,68 +290,49 @@ def test_T01_one_kv_head_over_two_ranks_is_exact():
 def test_T03_sequence_that_tp_does_not_divide():
     mesh = build_mesh(tp=2, device_type="cpu")["tp"]
     tokens, _ = batch(13)
-    embeds = torch.zeros(2, 8, 16)
-    models = {True: (build(), build_llama()), False: (build(), build_llama())}
+    embeds = torch.ones(2, 8, 16)
+    calls = {
+        "tokens": lambda own, llama, n: own(tokens[:, :n]),
+        "hidden": lambda own, llama, n: own(tokens[:, :n], return_hidden=True),
+        "llama": lambda own, llama, n: llama(input_ids=tokens[:, :n]).logits,
+        "body": lambda own, llama, n: llama.model(tokens[:, :n]).last_hidden_state,
+        "embeds": lambda own, llama, n: llama(inputs_embeds=embeds[:, :n]).logits,
+    }
     references = build(), build_llama()
-    for sequence_parallel, pair in models.items():
-        own, llama = (
-            apply_tp(m, mesh, tp_plan(m, sequence_parallel=sequence_parallel)) for m in pair
-        )
-        calls = {
-            "own": lambda n: (own(tokens[:, :n]), references[0](tokens[:, :n])),
-            "hidden": lambda n: (
-                own(tokens[:, :n], return_hidden=True),
-                references[0](tokens[:, :n], return_hidden=True),
-            ),
-            "llama": lambda n: (
-                llama(input_ids=tokens[:, :n]).logits,
-                references[1](tokens[:, :n]).logits,
-            ),
-            "body": lambda n: (
-                llama.model(tokens[:, :n]).last_hidden_state,
-                references[1].model(tokens[:, :n]).last_hidden_state,
-            ),
-            "embeds": lambda n: (
-                llama(inputs_embeds=embeds[:, :n] + 1).logits,
-                references[1](inputs_embeds=embeds[:, :n] + 1).logits,
-            ),
-        }
+    for sequence_parallel in (True, False):
+        models = [
+            apply_tp(m, mesh, tp_plan(m, sequence_parallel=sequence_parallel))
+            for m in (build(), build_llama())
+        ]
         for name, call in calls.items():
             for length in (5, 1, 4):
                 if length % 2 and sequence_parallel:
-                    with (
-                        CollectiveLog() as log,
-                        pytest.raises(ValueError, match=f"{length} positions.* over tp=2"),
-                    ):
-                        call(length)
+                    message = rf"{length} positions don't split over tp=2"
+                    with CollectiveLog() as log, pytest.raises(ValueError, match=message):
+                        call(*models, length)
                     assert not log.calls
                 else:
-                    got, want = call(length)
+                    got, want = call(*models, length), call(*references, length)
                     assert_same(full(got), want, f"{name}, {length}")
 
 
-@pytest.mark.parametrize("clip", [False, True])
 @distributed(world_size=2)
-def test_T04_norm_weights_stay_equal_on_all_ranks(clip):
+def test_T04_norm_weights_stay_equal_on_all_ranks():
     mesh = build_mesh(tp=2, device_type="cpu")["tp"]
-    reference = build(**VARIANTS["1 kv head"])
-    for sequence_parallel in (True, False):
-        reference, model = build(**VARIANTS["1 kv head"]), build(**VARIANTS["1 kv head"])
+    for sequence_parallel, clip in ((True, False), (True, True), (False, True)):
+        models = [build(n_layers=1, n_kv_heads=1, qk_norm=True) for _ in range(2)]
+        reference, model = models
         apply_tp(model, mesh, tp_plan(model, sequence_parallel=sequence_parallel))
-        optimizers = [
-            torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (reference, model)
-        ]
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in models]
         for step in range(3):
             tokens, labels = batch(13).roll(step, dims=-1)
-            for m, optimizer in zip((reference, model), optimizers, strict=True):
+            for m, optimizer in zip(models, optimizers, strict=True):
                 backward(m(tokens), labels)
                 if clip:
                     nn.utils.clip_grad_norm_(m.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
-        for (name, got), want in zip(
-            model.named_parameters(), reference.parameters(), strict=True
-        ):
+        for (name, got), want in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert_same(full(got.detach()), want, name)
             if got.placements == (Replicate(),):
                 assert_equal_on_all_ranks(got.detach().to_local(), name)
@@ -349,9 +348,7 @@ def test_T08_first_ranks_values_are_taken():
             for parameter in model.parameters():  # ranks that drew differently
                 parameter.add_(dist.get_rank())
         apply_tp(model, mesh, tp_plan(model, sequence_parallel=sequence_parallel))
-        for (name, got), parameter in zip(
-            model.named_parameters(), want.parameters(), strict=True
-        ):
+        for (name, got), parameter in zip(model.named_parameters(), want.parameters(), strict=True):
             assert torch.equal(got.full_tensor(), parameter), name
             if got.placements == (Replicate(),):
                 assert_equal_on_all_ranks(got.detach().to_local(), name)
@@ -368,14 +365,14 @@ def test_T11_full_hidden_state_is_not_taken_for_a_part():
     part, rope, mask = seen[0]
     assert part.shape == (2, 2, 16)
     assert own.layers["0"](part, rope, mask).shape == (2, 2, 16)
-    with pytest.raises(ValueError, match="8 positions.* 4"):
+    with pytest.raises(ValueError, match=r"8 positions.* 4"):
         own.layers["0"](hidden, rope, mask)
 
     llama = apply_tp(build_llama(), mesh)
     tables = llama.model.rotary_emb(hidden, torch.arange(4)[None])
     block = llama.model.layers[1]
     assert block(hidden[:, :2], position_embeddings=tables).shape == (2, 2, 16)
-    with pytest.raises(ValueError, match="8 positions over all ranks.* 4"):
+    with pytest.raises(ValueError, match=r"8 positions over all ranks.* 4"):
         block(hidden, position_embeddings=tables)
     split = DTensor.from_local(hidden[:, :2].contiguous(), mesh, [Shard(1)])
     assert llama.model.layers[0](split, position_embeddings=tables).shape == (2, 2, 16)
@@ -473,7 +470,7 @@ def test_a_strangers_plan_is_checked(fake_mesh):
         "no key covers scal",
     ]
     own_forward = type("Lora", (nn.Linear,), {"forward": lambda self, x: x})
-    with pytest.raises(ValueError, match="Lora has a forward of its own"):
+    with pytest.raises(ValueError, match=r"Lora has a forward of its own"):
         apply_tp(
             nn.ModuleDict({"k": own_forward(4, 4)}),
             fake_mesh,
@@ -488,7 +485,7 @@ def test_over_one_rank_the_plan_is_checked_and_nothing_changes():
         model = build()
         before = dict(model.named_parameters())
         assert apply_tp(model, mesh) is model
-        with pytest.raises(ValueError, match="'layer.0' matches nothing"):
+        with pytest.raises(ValueError, match=r"'layer.0' matches nothing"):
             apply_tp(model, mesh, tp_plan(model) | {"layer.0": Replicated()})
         assert_untouched(model, before)
     finally:
@@ -503,16 +500,15 @@ def test_compiled_blocks_leave_the_embedding_its_gradient():
     # Dynamo looks at `.grad` of a block's input (torch 2.13).
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     mesh = build_mesh(tp=2, device_type="cpu")["tp"]
-    for args in (ARGS, dataclasses.replace(ARGS, n_kv_heads=1)):
-        reference, model = build(args), apply_tp(build(args), mesh)
-        tokens, labels = batch(13)
-        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-        for block in model.layers.values():
-            block.compile(backend=counter, fullgraph=True)
-        want = backward(reference(tokens), labels)
-        assert_same(backward(model(tokens), labels), want, "loss")
-        assert_same_gradients(model, reference, "compiled")
-        assert counter.frame_count == 1  # replicated kv heads, too, are one graph for all blocks
+    reference, model = build(n_kv_heads=1), apply_tp(build(n_kv_heads=1), mesh)
+    tokens, labels = batch(13)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    for block in model.layers.values():
+        block.compile(backend=counter, fullgraph=True)
+    want = backward(reference(tokens), labels)
+    assert_same(backward(model(tokens), labels), want, "loss")
+    assert_same_gradients(model, reference, "compiled")
+    assert counter.frame_count == 1  # replicated kv heads don't set blocks apart
 
 
 @distributed(world_size=2)
@@ -550,7 +546,7 @@ def test_frozen_parameters_stay_frozen_and_copies_work():
 @distributed(world_size=2)
 def test_collectives_of_a_step():
     mesh = build_mesh(tp=2, device_type="cpu")["tp"]
-    tokens, labels = batch(13)
+    tokens, _ = batch(13)
     for changes in ({}, {"n_kv_heads": 1, "qk_norm": True}):
         for sequence_parallel in (True, False):
             model = build(**changes)
@@ -570,8 +566,3 @@ def test_collectives_of_a_step():
                 assert log.count() == 2 * (halves + 1), log.calls
             else:
                 assert log.count("all_reduce") == log.count() == halves + 1
-
-
-def test_guards_are_in_place():
-    # What the compile and T08 tests break to be seen failing.
-    assert _tp._settle(None, (), torch.ones(1)) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -83,15 +83,14 @@ def merge_stats(
 
     lse = maximum + log(sum), kept apart as float32 can't hold a small log beside a large maximum.
     """
-    holders = [rank for rank, columns in enumerate(classes) if columns]  # always the first ones
-    stats = stats[: len(holders)]
     top = stats[:, MAX].amax(dim=0)
     shift = stats[:, MAX] - top  # [ranks, N], <= 0
     total = (stats[:, SUM_EXP] * shift.exp()).sum(dim=0)
     log_total = total.log()
     losses = log_total - (stats[:, TARGET].sum(dim=0) - top)
     if eps := options.label_smoothing:
-        # sum(x - top), from every rank's sum(x - its own maximum)
+        # sum(x - top), from every rank's sum(x - its own maximum); an empty shard's is -inf
+        holders = [rank for rank, columns in enumerate(classes) if columns]
         centred = sum(stats[r, SUM] + classes[r] * shift[r] for r in holders)
         losses = (1 - eps) * losses + eps * (log_total - centred / sum(classes))
     if options.z_loss:
@@ -105,10 +104,10 @@ def find_owned(target: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return target.clamp(0, max(columns - 1, 0)), owned
 
 
-def row_blocks(logits: Tensor) -> Iterator[slice]:
+def row_blocks(logits: Tensor) -> Iterable[slice]:
+    if torch.compiler.is_compiling():  # it fuses the passes itself; a loop would fix the shape
+        return (slice(None),)
     tokens, columns = logits.shape
-    rows = tokens
-    if not torch.compiler.is_compiling():  # a compiler fuses the passes itself, and would unroll
-        block = CPU_BLOCK if logits.device.type == "cpu" else DEVICE_BLOCK
-        rows = max(1, block // max(columns, 1))
-    return (slice(start, start + rows) for start in range(0, tokens, max(rows, 1)))
+    block = CPU_BLOCK if logits.device.type == "cpu" else DEVICE_BLOCK
+    rows = max(1, block // max(columns, 1))
+    return (slice(start, start + rows) for start in range(0, tokens, rows))

@@ -22,20 +22,21 @@ def flat_labels(labels: Tensor, shape: Sequence[int], where: str) -> Tensor:
                 " needs all of them; pass the plain tensor, or redistribute to Replicate() first"
             )
         labels = labels.to_local()
-    require_integers(labels, where)
     if labels.shape != torch.Size(shape):
         raise ValueError(
             f"{where}: labels {tuple(labels.shape)} must match logits without their last dim,"
             f" {tuple(shape)}; shift or slice both the same way before calling"
         )
-    return labels.reshape(-1).long()
+    return class_ids(labels, where).reshape(-1)
 
 
-def require_integers(labels: Tensor, where: str) -> None:
+def class_ids(labels: Tensor, where: str) -> Tensor:
+    """``labels`` as int64, as -100 is another number in unsigned dtypes."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(
             f"{where}: labels are {labels.dtype}, they must be class ids of an integer dtype"
         )
+    return labels.long()
 
 
 def out_of_range(labels: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
@@ -51,6 +52,7 @@ def require_classes(labels: Tensor, vocab_size: int, ignore_index: int, where: s
     """
     bad = out_of_range(labels, vocab_size, ignore_index)
     if not can_read(labels):
+        # Private, but the one assertion that doesn't wait for the device.
         torch._assert_async(~bad.any(), range_message(vocab_size, ignore_index, where))
     elif bad.any():
         values = labels[bad]

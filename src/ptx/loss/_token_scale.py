@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ptx.loss._labels import can_read, out_of_range, range_message, require_integers
+from ptx.loss._labels import can_read, class_ids, out_of_range, range_message
 
 
 def token_scale(
@@ -62,7 +62,7 @@ def token_scale(
                 f"token_scale: labels are a DTensor with placements {part.placements}; pass the"
                 " plain tensor that this rank's loss sees"
             )
-        require_integers(part, "token_scale")
+    window = [class_ids(part, "token_scale") for part in window]
     counts = [torch.stack([(part != ignore_index).sum() for part in window]).sum()]
     if vocab_size is not None:
         bad = [out_of_range(part, vocab_size, ignore_index).sum() for part in window]

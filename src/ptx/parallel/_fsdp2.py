@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ptx._names import clean_named_modules, clean_named_parameters
-from ptx.parallel._blocks import Units
+from ptx.parallel._blocks import Units, is_container
 from ptx.parallel._groups import Group, Grouping, plan_groups
 from ptx.parallel._order import require_before
 
@@ -152,6 +152,8 @@ def _check_options(
     offload_policy: OffloadPolicy,
 ) -> None:
     wrong = _reshard_errors(reshard, mesh)
+    if is_container(model):
+        wrong.append(f"the model is a {type(model).__name__}, never called itself; pass its parent")
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
         wrong.append("CPUOffloadPolicy needs an accelerator, and the mesh is on cpu; leave it out")
     if scalars := [name for name, p in clean_named_parameters(model) if p.ndim == 0]:
@@ -207,13 +209,17 @@ def _start_together(modules: Iterable[nn.Module], mesh: DeviceMesh, done: set[Te
         device = torch.device(device.type, torch.accelerator.current_device_index())
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
-            if tensor in done or tensor.is_meta:
+            if tensor in done:
                 continue
             done.add(tensor)
             if not isinstance(tensor, DTensor):
-                # fully_shard would do the first, and wants the second.
-                tensor.data = tensor.data.to(device).contiguous()
-            _broadcast(tensor, mesh)
+                # fully_shard would do the first itself, and wants the second.
+                if not tensor.is_meta and tensor.device != device:
+                    tensor.data = tensor.data.to(device)
+                if not tensor.is_contiguous():
+                    tensor.data = tensor.data.contiguous()
+            if not tensor.is_meta:
+                _broadcast(tensor, mesh)
 
 
 @torch.no_grad()
@@ -264,6 +270,9 @@ def _reshard_without_grad(outer: nn.Module, kept: list[nn.Module]) -> None:
         if not torch.is_grad_enabled():
             for module in kept:
                 assert isinstance(module, FSDPModule)
+                # Of a group that was called in part, reshard() alone would keep what the flag says.
+                module.set_reshard_after_forward(True, recurse=False)
                 module.reshard()
+                module.set_reshard_after_forward(False, recurse=False)
 
     outer.register_forward_hook(reshard)

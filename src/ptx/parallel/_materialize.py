@@ -139,7 +139,7 @@ def _allocate_plain(slots: list[Slot], homes: dict[int, torch.device]) -> None:
         real = torch.empty_like(old, device=homes[id(old)])
         new = nn.Parameter(real, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)
-        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(old, new)
 
 
 def _place_buffers(finished: list[Slot], before: list[Slot], device: torch.device) -> None:
@@ -182,7 +182,7 @@ def _apply(model: nn.Module, homes: dict[int, torch.device], device: torch.devic
     if any(t.is_meta or (not isinstance(t, DTensor) and t.device != device) for t in tensors):
         attributes = [(t, dict(t.__dict__)) for t in tensors]
         # What to() and to_empty() are made of: FSDP has its own, which sets its padding up.
-        model._apply(place)  # type: ignore[no-untyped-call]
+        model._apply(place)
         for tensor, kept in attributes:
             for key, value in kept.items():
                 tensor.__dict__.setdefault(key, value)

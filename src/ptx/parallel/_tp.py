@@ -184,7 +184,7 @@ def _torn_ties(
             if placement is not None:
                 placed[name] = placement
         if len(set(placed.values())) > 1:
-            found = ", ".join(f"{name} {placement}" for name, placement in placed.items())
+            found = ", ".join(f"{name} {placement!r}" for name, placement in placed.items())
             problems.append(
                 f"one tied parameter would be sharded in several ways, {found}; an embedding's"
                 " RowwiseParallel and a head's ColwiseParallel agree, Shard(dim=0)"

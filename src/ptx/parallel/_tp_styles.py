@@ -246,4 +246,7 @@ def _replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     assert isinstance(x, DTensor)
+    if x.placements == (Replicate(),):
+        # Even then redistribute has a backward: it would all-reduce a gradient that is Partial.
+        return x
     return x.redistribute(placements=[Replicate()])
