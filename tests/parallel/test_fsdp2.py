@@ -15,9 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from collectives import CollectiveLog
 from harness import distributed
 from ptx._names import clean_named_parameters
-from ptx.mesh import build_mesh, fsdp_mesh
+from ptx.mesh import build_mesh, data_mesh, fsdp_mesh
 from ptx.model import ModelArgs, Transformer
 from ptx.parallel._blocks import find_blocks
+from ptx.parallel._clip import clip_grad_norm_
 from ptx.parallel._fsdp2 import apply_fsdp2
 from ptx.parallel._tp import apply_tp
 
@@ -136,10 +137,7 @@ def assert_exact(build, mesh, call=logits, *, steps=1, wrap=lambda model, _: mod
     torch.manual_seed(dist.get_rank())
     model = wrap(build(), mesh)
     assert apply_fsdp2(model, fsdp_mesh(mesh), **options) is model
-    rank, ranks = (
-        mesh["dp_replicate", "dp_shard"]._flatten("data").get_local_rank(),
-        4 // mesh["tp"].size(),
-    )
+    rank, ranks = data_mesh(mesh).get_local_rank(), data_mesh(mesh).size()
     for step in range(steps):
         tokens = batch(ranks, step)
         mine = tokens[rank * PER_RANK : (rank + 1) * PER_RANK]
@@ -214,14 +212,8 @@ def test_hsdp_and_tp_equal_one_process():
     assert_exact(own, hsdp, reshard_after_forward=2)  # 2 is the whole shard dim
     with_tp = build_mesh(tp=2, device_type="cpu")
 
-    for tie in (False, True):
-        for call in (logits, logits_by_head):
-            assert_exact(
-                lambda tie=tie: own(tie),
-                with_tp,
-                call,
-                wrap=lambda m, mesh: apply_tp(m, mesh["tp"]),
-            )
+    for build, call in ((own, logits_by_head), (lambda: own(tie=True), logits)):
+        assert_exact(build, with_tp, call, wrap=lambda model, mesh: apply_tp(model, mesh["tp"]))
 
 
 @distributed(world_size=4)
@@ -611,3 +603,24 @@ def test_head_is_found_named_or_unknown():
     middle.tok_embeddings = middle.norm = middle.output = None
     hidden = apply_fsdp2(middle, mesh, mp_policy=BF16)(torch.randn(1, SEQ, 16))
     assert hidden.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_cpu_offload_on_an_accelerator():
+    mesh = fsdp_mesh(build_mesh())
+    try:
+        torch.manual_seed(0)
+        reference = own()
+        torch.manual_seed(0)
+        model = apply_fsdp2(own(), mesh, offload_policy=CPUOffloadPolicy())
+        tokens = batch(1)
+        loss_of(logits, reference, tokens).backward()
+        loss_of(logits, model, tokens.to(mesh.device_type)).backward()
+        for p, q in zip(model.parameters(), reference.parameters()):
+            assert p.device.type == p.grad.device.type == "cpu"
+            assert close(full(p.grad), q.grad, rtol=1e-4)
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        want = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        torch.testing.assert_close(norm.cpu(), want, rtol=1e-4, atol=0)
+    finally:
+        dist.destroy_process_group()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.init
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.init import trunc_normal_  # a copy of the name, as user code has
@@ -27,10 +27,8 @@ from harness import distributed, run
 from ptx._names import clean_name
 from ptx.mesh import build_mesh, fsdp_mesh
 from ptx.model import ModelArgs, Transformer
-from ptx.parallel import _init_draw
-from ptx.parallel._fsdp2 import apply_fsdp2
-from ptx.parallel._materialize import materialize
-from ptx.parallel._tp import apply_tp
+from ptx.parallel import _init_draw, apply_fsdp2, apply_tp, materialize
+from ptx.parallel._materialize import _offloaded
 
 MESHES = {
     "dp_shard 2": dict(dp_shard=2),
@@ -172,13 +170,19 @@ def hashes(model):
     return {n: hashlib.sha256(b.numpy().tobytes()).hexdigest() for n, b in bytes_.items()}
 
 
+def kinds_on(mesh_name):
+    # tests/test_equivalence.py has own and transformers Llama on every mesh as well.
+    broad = ("tp 2", "dp_shard 2 x tp 2", "HSDP 2 x 2")
+    return [k for k in MODELS if k.startswith("small") or mesh_name in broad]
+
+
 def materialize_on(mesh_names):
     torch.manual_seed(100 + dist.get_rank())
     state = torch.get_rng_state()
     found = {}
     for name in mesh_names:
         mesh = build_mesh(**MESHES[name], device_type="cpu")
-        for kind in MODELS:
+        for kind in kinds_on(name):
             model = materialize(sharded(kind, mesh), "cpu", seed=7)
             assert isinstance(next(model.parameters()), DTensor)
             found[name, kind] = hashes(model)
@@ -191,7 +195,7 @@ def test_every_mesh_has_the_weights_of_one_process(world_size):
     names = [n for n, sizes in MESHES.items() if math.prod(sizes.values()) == world_size]
     want = {k: hashes(materialize(on_meta(make), "cpu", seed=7)) for k, make in MODELS.items()}
     for found in run(materialize_on, world_size, names):
-        assert len(found) == len(names) * len(want)
+        assert list(found) == [(name, kind) for name in names for kind in kinds_on(name)]
         for (name, kind), got in found.items():
             assert got == want[kind], f"{kind} on {name}"
 
@@ -705,6 +709,31 @@ def test_arguments_are_checked(arguments, words):
 def test_lazy_modules_are_refused():
     with pytest.raises(ValueError, match=r"0\.weight: has no shape yet"):
         materialize(nn.Sequential(nn.LazyLinear(3, device="meta")), "cpu", seed=0)
+
+
+@distributed(world_size=2)
+def test_parameters_that_fsdp_offloads_are_known():
+    mesh = fsdp_mesh(build_mesh(dp_shard=2, device_type="cpu"))
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)))
+    fully_shard(model[0], mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model[1], mesh=mesh)
+    assert _offloaded(model) == {id(p) for p in model[0].parameters()}
+    materialize(model, "cpu", seed=0)
+    assert _offloaded(model) == {id(p) for p in model[0].parameters()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@distributed(world_size=1)
+def test_on_an_accelerator_the_weights_are_those_of_the_cpu():
+    for kind, make in MODELS.items():
+        want = hashes(materialize(on_meta(make), "cpu", seed=7))
+        kind_of_device = torch.accelerator.current_accelerator().type
+        state = torch.get_device_module(kind_of_device).get_rng_state()
+        model = materialize(on_meta(make), kind_of_device, seed=7)
+        assert torch.equal(torch.get_device_module(kind_of_device).get_rng_state(), state)
+        assert all(t.device.type != "cpu" for t in [*model.parameters(), *model.buffers()])
+        assert hashes(model.cpu()) == want, kind
 
 
 @distributed(world_size=4)

@@ -188,6 +188,8 @@ def test_transformer_with_fsdp_equals_one_process():
             if sequence_parallel:  # a refused batch leaves a model that goes on
                 with pytest.raises(ValueError, match="7 positions don't split over tp=2"):
                     model(tokens[:, :7])
+            hidden = model(tokens.chunk(2)[rank], return_hidden=True)  # no warning about a view
+            assert full(hidden).shape == (2, 8, 16)
             backward(model(tokens.chunk(2)[rank]), labels.chunk(2)[rank])
             assert_same_gradients(model, reference, f"{name}, {sequence_parallel}")
 
@@ -248,6 +250,9 @@ def test_transformers_llama_keeps_its_ways():
         model(tokens, labels=tokens)
     with pytest.raises(ValueError, match="output_hidden_states was passed"):
         model(tokens, output_hidden_states=True)
+    model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="output_hidden_states was passed"):
+        model.model(tokens)
     body = apply_tp(build_llama().model, mesh)
     assert_same(
         full(body(tokens).last_hidden_state), reference.model(tokens).last_hidden_state, "body"

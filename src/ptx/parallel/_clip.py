@@ -10,13 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
+
+from ptx.parallel._sums import Ranks, Spread, alike, norms, sum_device, sum_dtype
 
 EPSILON = 1e-6  # torch's, so that the scale is the same number
-ROW = 512  # entries; their sum in float32 is off by some 1e-7
-
-Ranks = tuple[int, ...]  # the global ranks of a process group
-Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None  # None: a plain tensor
 
 
 @torch.no_grad()
@@ -63,25 +60,20 @@ def clip_grad_norm_(
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
     max_norm, norm_type = float(max_norm), float(norm_type)
     _check(tensors, max_norm, norm_type, pp_mesh)
-    device = _norm_device(tensors, pp_mesh)
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    device, dtype = sum_device(tensors, pp_mesh), sum_dtype(tensors)
 
     # Which collectives run follows from the parameters: a rank may lack a gradient others have.
-    groups: dict[Ranks, dist.ProcessGroup] = {}
-    layouts: dict[Layout, tuple[Ranks, ...]] = {None: ()}
+    spread = Spread()
     # Gradients by the groups that they are spread over.
     buckets: dict[tuple[Ranks, ...], list[Tensor]] = {}
     for tensor in tensors:
-        layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        if layout is not None and layout not in layouts:
-            layouts[layout] = _spread_over(*layout, groups)
-        bucket = buckets.setdefault(layouts[layout], [])
+        bucket = buckets.setdefault(spread.of(tensor), [])
         if (grad := _local_grad(tensor)) is not None:
             bucket.append(grad)
 
     sums = [_power_sum(grads, norm_type, device, dtype) for grads in buckets.values()]
-    for ranks, group in groups.items():
-        chosen = [i for i, spread in enumerate(buckets) if ranks in spread]
+    for ranks, group in spread.groups.items():
+        chosen = [i for i, over in enumerate(buckets) if ranks in over]
         for i, reduced in zip(chosen, _all_reduce([sums[i] for i in chosen], norm_type, group)):
             sums[i] = reduced
     total = _add([*sums, _power_sum([], norm_type, device, dtype)], norm_type)
@@ -91,8 +83,8 @@ def clip_grad_norm_(
 
     if max_norm < math.inf:
         scale = (max_norm / (norm + EPSILON)).clamp(max=1.0)
-        for grads in _alike([grad for bucket in buckets.values() for grad in bucket]):
-            torch._foreach_mul_(grads, scale.to(grads[0].device))  # private, as in _norms
+        for grads in alike(grad for bucket in buckets.values() for grad in bucket):
+            torch._foreach_mul_(grads, scale.to(grads[0].device))  # private, as in `norms`
     return norm
 
 
@@ -112,31 +104,6 @@ def _check(
         raise ValueError("clip_grad_norm_: " + "; ".join(wrong))
 
 
-def _norm_device(tensors: list[Tensor], pp_mesh: DeviceMesh | None) -> torch.device:
-    """Where the collectives work, which isn't where gradients are that FSDP offloads."""
-    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), pp_mesh)
-    if mesh is None:
-        return tensors[0].device if tensors else torch.device("cpu")
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-
-
-def _spread_over(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], groups: dict[Ranks, dist.ProcessGroup]
-) -> tuple[Ranks, ...]:
-    """The rank groups that hold different shards of a tensor; adds those that are new to ``groups``."""
-    spread = []
-    for dim, placement in enumerate(placements):
-        if mesh.size(dim) > 1 and not placement.is_replicate():
-            group = mesh.get_group(dim)
-            # By ranks: two meshes over the same ones have two groups, of which one serves.
-            ranks = tuple(dist.get_process_group_ranks(group))
-            groups.setdefault(ranks, group)
-            spread.append(ranks)
-    return tuple(spread)
-
-
 def _local_grad(tensor: Tensor) -> Tensor | None:
     grad = tensor.grad
     if isinstance(grad, DTensor) and isinstance(tensor, DTensor):
@@ -150,36 +117,11 @@ def _power_sum(grads: list[Tensor], p: float, device: torch.device, dtype: torch
     """[sum of |x|^p]; for p = inf [largest |x|, 1 if any is NaN], as MAX may lose a NaN."""
     if not grads:
         return torch.zeros(2 if p == math.inf else 1, device=device, dtype=dtype)
-    norms = [n.to(device) for some in _alike(grads) for n in _norms(some, p, dtype)]
+    each = torch.stack([n.to(device) for some in alike(grads) for n in norms(some, p, dtype)])
     if p < math.inf:
-        return torch.stack(norms).pow(p).sum().reshape(1)
-    largest = torch.stack(norms).max()
+        return each.pow(p).sum().reshape(1)
+    largest = each.max()
     return torch.stack([largest.nan_to_num(nan=0.0, posinf=math.inf), largest.isnan().to(dtype)])
-
-
-def _norms(grads: list[Tensor], p: float, dtype: torch.dtype) -> Iterable[Tensor]:
-    if grads[0].device.type == "cpu":
-        return [_norm_by_rows(grad, p, dtype) for grad in grads]
-    return torch._foreach_norm(grads, p, dtype=dtype)  # private: no public norm of many tensors
-
-
-def _norm_by_rows(grad: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    """Norm of norms of short rows: torch's CPU kernel adds one by one, off by 4e-4 at 10^7."""
-    values = grad.reshape(-1)
-    while values.numel() > ROW:
-        end = values.numel() // ROW * ROW
-        rows = torch.linalg.vector_norm(values[:end].view(-1, ROW), p, dim=1, dtype=dtype)
-        values = torch.cat([rows, values[end:].to(dtype)])
-    norm: Tensor = torch.linalg.vector_norm(values, p, dtype=dtype)
-    return norm
-
-
-def _alike(grads: list[Tensor]) -> list[list[Tensor]]:
-    """Lists of one device and dtype each, as the foreach kernels want them."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        kinds.setdefault((grad.device, grad.dtype), []).append(grad)
-    return list(kinds.values())
 
 
 def _all_reduce(sums: list[Tensor], p: float, group: dist.ProcessGroup) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import shake_256
 
@@ -99,7 +99,10 @@ def draw(
     """
     dtype = torch.float32 if local.is_floating_point() else local.dtype
     by_dim = sorted(range(len(region.order)), key=lambda i: region.order[i])
-    for number, (start, size) in enumerate(_blocks(tuple(region.size[d] for d in region.order))):
+    if (parts := _overlap(local, offsets, region)) is None:
+        return
+    shape = tuple(region.size[d] for d in region.order)
+    for number, start, size in _blocks(shape, [parts[1][d] for d in region.order]):
         place, extent = list(region.start), [1] * len(region.start)
         for at, length, dim in zip(start, size, region.order):
             place[dim] += at
@@ -165,20 +168,35 @@ def trunc_normal_limits(mean: float, std: float, a: float, b: float) -> tuple[fl
     return low, high
 
 
-def _blocks(shape: Index) -> Iterator[tuple[Index, Index]]:
-    """(start, size) of the boxes of at most BLOCK elements that make up a tensor, in order."""
+def _blocks(shape: Index, near: Sequence[slice]) -> Iterator[tuple[int, Index, Index]]:
+    """(number, start, size) of the boxes of at most BLOCK elements that make up a tensor.
+
+    Only those that may touch the box ``near``: a rank of thousands has few of them.
+    """
     if not shape:
-        yield (), ()
+        yield 0, (), ()
         return
-    row = math.prod(shape[1:])
-    if row > BLOCK:
-        for i in range(shape[0]):
-            for start, size in _blocks(shape[1:]):
-                yield (i, *start), (1, *size)
+    rows = _rows_of_a_block(shape)
+    if rows == 0:
+        inner = _number_of_blocks(shape[1:])
+        for i in range(near[0].start, near[0].stop):
+            for number, start, size in _blocks(shape[1:], near[1:]):
+                yield i * inner + number, (i, *start), (1, *size)
         return
-    rows = BLOCK // max(row, 1)
-    for i in range(0, shape[0], rows):
-        yield (i, *[0] * len(shape[1:])), (min(rows, shape[0] - i), *shape[1:])
+    for number in range(near[0].start // rows, -(-near[0].stop // rows)):
+        first = number * rows
+        length = min(rows, shape[0] - first)
+        yield number, (first, *[0] * len(shape[1:])), (length, *shape[1:])
+
+
+def _number_of_blocks(shape: Index) -> int:
+    rows = _rows_of_a_block(shape)
+    return -(-shape[0] // rows) if rows else shape[0] * _number_of_blocks(shape[1:])
+
+
+def _rows_of_a_block(shape: Index) -> int:
+    """Rows of the first dim in one block; 0: a row is split into several."""
+    return BLOCK // math.prod(shape[1:])
 
 
 def _overlap(

@@ -82,6 +82,8 @@ class Record:
     def replay(self, tensor: Tensor) -> None:
         """Do it to ``tensor``, which is the parameter or any shard of it."""
         local, offsets = _init_draw.shard_of(tensor)
+        if local.numel() == 0:  # also of a rank outside the mesh
+            return
         with torch.no_grad():
             for op in self._ops:
                 op(local, offsets)
@@ -96,7 +98,7 @@ class StandIn(Tensor):
 
     @staticmethod
     def __new__(cls, record: Record, view: Tensor) -> StandIn:
-        self: StandIn = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: StandIn = torch.Tensor._make_wrapper_subclass(
             cls,
             view.shape,
             strides=view.stride(),
@@ -107,13 +109,13 @@ class StandIn(Tensor):
         self.ptx_record, self.ptx_view = record, view
         return self
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"StandIn({self.ptx_record.name!r}, {tuple(self.shape)}, {self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: object,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ptx.parallel._init_record import Record, StandIn, stand_in_for, trunc_norma
 from ptx.parallel._init_watch import Scratch, Watch, storage_id
 
 M = TypeVar("M", bound=nn.Module)
-Store = dict[str, Tensor | None]
+Store = dict[str, Any]  # name -> Tensor or None
 
 _SHOWN = 20  # lines in one error
 
@@ -54,8 +54,10 @@ def slots_of(model: nn.Module) -> list[Slot]:
     return slots
 
 
-def rehearse(model: M, seed: int | None, init: Callable[[M], object] | None) -> Outcome:
-    """Run the initialisation without touching the model's own tensors.
+def rehearse(
+    model: M, seed: int | None, init: Callable[[M], object] | None, device: torch.device
+) -> Outcome:
+    """Run the initialisation without touching the model's own tensors, nor torch's random state.
 
     Raises:
         ValueError: As `ptx.materialize` says; the model is as it was.
@@ -76,7 +78,7 @@ def rehearse(model: M, seed: int | None, init: Callable[[M], object] | None) -> 
             stand_ins[at] = stand_in_for(records[at], slot.tensor)
     with _replaced(model, slots, stand_ins):
         with (
-            _random_state_kept(),
+            _random_state_kept(device),
             torch.no_grad(),
             torch.device("cpu"),  # whatever default device the caller set
             trunc_normal_recorded(),
@@ -118,13 +120,14 @@ def _replaced(model: nn.Module, slots: list[Slot], stand_ins: dict[int, Tensor])
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _random_state_kept(device: torch.device) -> Iterator[None]:
     # Blocks are drawn from generators of their own; this is for a model that calls manual_seed.
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = accelerator.type if accelerator else "cuda"
-    devices = range(torch.accelerator.device_count()) if accelerator else ()
-    with torch.random.fork_rng(devices=list(devices), device_type=kind):
-        yield
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:  # by default it would start up every accelerator that this process sees
+        with torch.random.fork_rng(devices=[device.index], device_type=device.type):
+            yield
 
 
 def _with_meta_buffers(model: nn.Module, slots: list[Slot]) -> set[nn.Module]:
@@ -166,7 +169,8 @@ def _reset(
     reset = getattr(kind, "reset_parameters", None) or getattr(kind, "_reset_parameters", None)
     if reset is None or (only is not None and module not in only):
         return
-    records = [p.ptx_record for p in module._parameters.values() if isinstance(p, StandIn)]
+    parameters: list[object] = [*module._parameters.values()]  # a stand-in is both
+    records = [p.ptx_record for p in parameters if isinstance(p, StandIn)]
     for record in records:  # a tied parameter was filled already
         record.muted = filled_by.get(record, module) is not module
     reset(module)

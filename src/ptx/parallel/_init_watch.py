@@ -48,7 +48,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, buffers: Sequence[Scratch], seed: int | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._buffers = {buffer.storage: buffer for buffer in buffers}
         self._seed = seed
 
@@ -117,7 +117,8 @@ def storage_id(tensor: Tensor) -> int | None:
     if isinstance(tensor, DTensor | StandIn):
         return None
     # Nothing public identifies a storage: data_ptr is 0 for every empty one.
-    return tensor.untyped_storage()._cdata
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -68,6 +68,7 @@ def _transformer_plan(model: Transformer, sequence_parallel: bool) -> Plan:
     args = model.args
     stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
+    last_norm = SequenceParallel() if sequence_parallel else Replicated(copy=True)
     # [B, S, heads, head_dim]: what is split, with or without sequence parallelism, are the heads.
     head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)
     kv = HeadParallel(args.kv_heads, replicate=True)
@@ -90,7 +91,7 @@ def _transformer_plan(model: Transformer, sequence_parallel: bool) -> Plan:
         "layers.*.feed_forward.w1": ColwiseParallel(),
         "layers.*.feed_forward.w3": ColwiseParallel(),
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
-        "norm": norm,
+        "norm": last_norm,
         "output": ColwiseParallel(
             input_layouts=stream, output_layouts=Shard(-1), use_local_output=False
         ),
@@ -127,6 +128,7 @@ def _llama_model_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
     kv_heads: int = model.config.num_key_value_heads  # type: ignore[union-attr, assignment]
     stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
+    last_norm = SequenceParallel() if sequence_parallel else Replicated(copy=True)
     kv = HeadParallel(kv_heads, replicate=True)
     plan: Plan = {
         # The model counts positions on this output; as a DTensor it is as long as the sequence.
@@ -146,7 +148,7 @@ def _llama_model_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
         "layers.*.mlp.gate_proj": ColwiseParallel(),
         "layers.*.mlp.up_proj": ColwiseParallel(),
         "layers.*.mlp.down_proj": RowwiseParallel(output_layouts=stream),
-        "norm": norm,
+        "norm": last_norm,
     }
     if sequence_parallel:
         plan[""] = ModelInput({"output_hidden_states": _ONE_PART})

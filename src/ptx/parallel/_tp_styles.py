@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -100,30 +101,38 @@ class Replicated(ParallelStyle):
     Its parameters become DTensors (``Replicate``) all the same: optimizers and gradient clipping
     take no mixture of plain tensors and DTensors. Positional inputs may be plain tensors, equal on
     every rank, or DTensors; outputs are plain. Gradients need no collective.
+
+    Args:
+        copy: Return copies, not views of DTensors: for the module whose output the model returns, since
+            FSDP2 warns about views among a wrapped module's outputs.
     """
+
+    def __init__(self, *, copy: bool = False) -> None:
+        self.copy = copy
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(
             module,
             device_mesh,
             input_fn=_replicate_inputs,  # type: ignore[arg-type]  # declared to return None
-            output_fn=_localise_output,
+            output_fn=partial(_localise_output, self.copy),
         )
 
     def __repr__(self) -> str:
-        return "Replicated()"
+        return f"Replicated({'copy=True' if self.copy else ''})"
 
 
 def _replicate_inputs(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
     return tuple(_replicated(x, mesh) if isinstance(x, Tensor) else x for x in inputs)
 
 
-def _localise_output(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+def _localise_output(copy: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
     if isinstance(output, tuple):
-        return tuple(_localise_output(module, x, mesh) for x in output)
+        return tuple(_localise_output(copy, module, x, mesh) for x in output)
     if not isinstance(output, DTensor):
         return output
-    return output.redistribute(placements=[Replicate()]).to_local()
+    local = output.redistribute(placements=[Replicate()]).to_local()
+    return local.clone() if copy else local
 
 
 class AttentionInput(PrepareModuleInput):
