@@ -51,6 +51,7 @@ def distributed(world_size: int, *, timeout: float = 60.0) -> Callable[..., Any]
     def decorate(fn: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(fn)
         def test(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
             run(fn, world_size, *args, timeout=timeout, **kwargs)
 
         return test
@@ -65,6 +66,7 @@ def run(
 
     ``fn`` must be importable by name; arguments and results travel as plain pickles.
     """
+    __tracebackhide__ = True  # the ranks' own tracebacks are what matters
     context = multiprocessing.get_context("forkserver")
     payload = pickle.dumps((args, kwargs))
     with tempfile.TemporaryDirectory(prefix="ptx-ranks-") as folder:

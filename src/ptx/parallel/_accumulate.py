@@ -137,7 +137,10 @@ def _is_left(group: Any) -> bool:
         or group._partial_reduce_output is not None
         or any(
             parameter.unsharded_accumulated_grad is not None
-            or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
+            or (
+                hasattr(parameter, "_unsharded_param")
+                and parameter._unsharded_param.grad is not None
+            )
             for parameter in group.fsdp_params
         )
     )

@@ -66,6 +66,9 @@ def materialize(
         core: normal 0.6 s, uniform 0.4 s, truncated normal 0.8 s. A rank draws the blocks
         that its shard touches: FSDP divides the work, TP over columns and replicas repeat it. With
         seed=None one write of each shard.
+
+    Source: what it guards against: pytorch#140301 (equal shards), torchtitan#4783 (buffers),
+        OLMo-core#319 (replicas).
     """
     home = _checked_device(device, seed, init)
     slots = slots_of(model)
