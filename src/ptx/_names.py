@@ -21,7 +21,7 @@ def clean_named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Like ``model.named_modules()``, without wrapper prefixes; a wrapped module appears once, as its wrapper."""
     seen = set()
     for name, module in model.named_modules():
-        name = clean_name(name)  # noqa: PLW2901
+        name = clean_name(name)
         if name not in seen:
             seen.add(name)
             yield name, module

@@ -31,7 +31,7 @@ def materialize(
     parameter, each from a stream keyed by (seed, clean name of the parameter, number of the draw,
     number of the block), on CPU, in fp32, then cast. So one seed gives bit-equal full weights on
     every mesh, number of ranks, kind of device and wrapping, and HSDP replicas are equal, whatever
-    the ranks' own random states; bf16 weights are the fp32 ones rounded. (torch's CPU kernels draw:
+    the ranks' own random states; bf16 draws are the fp32 ones rounded. (torch's CPU kernels draw:
     CPUs with other vector instructions may differ in the last bit.)
 
     Only what is on meta is filled. Real parameters and buffers keep their values, whatever the

@@ -40,7 +40,7 @@ def require_before(where: str, model: nn.Module, *steps: str) -> None:
     }
     for step in steps:
         if done[step](model):
+            when = "once" if step == where else "before it"
             raise ValueError(
-                f"{where}: the model already went through {step}; call {where} {'once' if step == where else 'before it'}"
-                f" (order: {ORDER})"
+                f"{where}: the model already went through {step}; call {where} {when} (order: {ORDER})"
             )
