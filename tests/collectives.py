@@ -27,7 +27,9 @@ class CollectiveLog(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")
         if name[0] in NAMESPACES and name[1] not in NO_COMMUNICATION:
-            tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+            tensors = [
+                t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)
+            ]
             self.calls[name[1], max((t.nbytes for t in tensors), default=0)] += 1
         return result
 

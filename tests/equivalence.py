@@ -75,7 +75,9 @@ def world_size(mesh: str) -> int:
     return torch.Size(sizes).numel()
 
 
-def train_on_mesh(mesh_name: str, variant_names: list[str], bf16: bool = False) -> dict[str, Outcome]:
+def train_on_mesh(
+    mesh_name: str, variant_names: list[str], bf16: bool = False
+) -> dict[str, Outcome]:
     """What a user writes; runs on every rank of an initialised world."""
     mesh = ptx.build_mesh(**MESHES[mesh_name], device_type="cpu")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
@@ -184,7 +186,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     labels = torch.randint(VOCAB, (BATCH, SEQ), generator=generator)
     for sample in range(BATCH // 2):
         labels[sample, SEQ - 5 * sample :] = -100
-    labels[BATCH // 2 :] = -100  # the last of 2 data ranks, and the last two of 4, have no valid token
+    labels[
+        BATCH // 2 :
+    ] = -100  # the last of 2 data ranks, and the last two of 4, have no valid token
     labels[BATCH // 2 - 1, ::3] = -100
     return tokens, labels
 

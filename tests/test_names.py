@@ -52,7 +52,9 @@ def test_globs_stay_within_a_component(pattern, found):
 
 
 def test_no_match_names_the_closest():
-    with pytest.raises(ValueError, match=r"apply_tp: 'layer\.\*\.wq' matches nothing; closest: 'layers\.\*\.wq'"):
+    with pytest.raises(
+        ValueError, match=r"apply_tp: 'layer\.\*\.wq' matches nothing; closest: 'layers\.\*\.wq'"
+    ):
         match_names("layer.*.wq", NAMES, where="apply_tp")
 
 

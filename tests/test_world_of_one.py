@@ -32,7 +32,12 @@ def test_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT % 2)
     done = _run(
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
     )
     assert done.stdout == "world 2 2 gloo\n" * 2
     assert "Warning" not in done.stderr

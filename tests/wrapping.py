@@ -39,7 +39,9 @@ def wrap_by_hand(model: ptx.Transformer, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=dp)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor) -> None:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor
+) -> None:
     ptx.cross_entropy(model(tokens), labels).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -50,9 +52,7 @@ def _parallelize_by_hand(model: ptx.Transformer, tp: DeviceMesh) -> None:
         model,
         tp,
         {
-            "tok_embeddings": RowwiseParallel(
-                input_layouts=Replicate(), output_layouts=Shard(1)
-            ),
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
             "output": ColwiseParallel(
                 input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False

@@ -8,9 +8,7 @@ import harness
 import ptx
 from wrapping import build, step, wrap_by_hand, wrap_by_ptx
 
-ARGS = ptx.ModelArgs(
-    dim=256, n_layers=4, n_heads=8, n_kv_heads=4, vocab_size=4096, max_seq_len=128
-)
+ARGS = ptx.ModelArgs(dim=256, n_layers=4, n_heads=8, n_kv_heads=4, vocab_size=4096, max_seq_len=128)
 
 
 @pytest.mark.bench
@@ -22,7 +20,9 @@ ARGS = ptx.ModelArgs(
 def test_step_costs_what_hand_written_torch_costs(degrees, ranks):
     ratios = harness.run(_ratio, ranks, degrees, timeout=600)
     ratio = statistics.median(ratios)
-    print(f"\n{degrees}: step by ptx / by hand {ratio:.3f} (CPU clock, median of 15 pairs and ranks)")
+    print(
+        f"\n{degrees}: step by ptx / by hand {ratio:.3f} (CPU clock, median of 15 pairs and ranks)"
+    )
     assert ratio <= 1.03
 
 

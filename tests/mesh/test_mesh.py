@@ -120,9 +120,18 @@ def test_views_refuse_a_slice():
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
-        ({"tp": 3}, r"tp=3 needs a multiple of 3 ranks, the world has 8; .*dp_shard=4.*tp=2 would work"),
-        ({"tp": 4, "dp_shard": 4}, r"needs 16 ranks, the world has 8; .*dp_shard=2.*tp=4 would work"),
-        ({"tp": 2, "dp_shard": 2}, r"needs 4 ranks, the world has 8; .*dp_shard=4.*tp=2 would work"),
+        (
+            {"tp": 3},
+            r"tp=3 needs a multiple of 3 ranks, the world has 8; .*dp_shard=4.*tp=2 would work",
+        ),
+        (
+            {"tp": 4, "dp_shard": 4},
+            r"needs 16 ranks, the world has 8; .*dp_shard=2.*tp=4 would work",
+        ),
+        (
+            {"tp": 2, "dp_shard": 2},
+            r"needs 4 ranks, the world has 8; .*dp_shard=4.*tp=2 would work",
+        ),
         ({"tp": 0}, "tp must be positive"),
         ({"dp_replicate": -2, "cp": 0}, "dp_replicate, cp must be positive"),
         ({"tp": -1}, "only one dim can take the rest"),

@@ -24,7 +24,9 @@ MODES = (None, "full", "selective")
 def _quiet():
     # Dynamo looks at `.grad` of a block's input (torch 2.13).
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings(
+            "ignore", message="The .grad attribute of a Tensor that is not a leaf"
+        )
         torch._dynamo.reset()
         yield
 
@@ -36,7 +38,9 @@ def build(**changes):
 
 def batch():
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(13, (4, 8), generator=generator), torch.randint(13, (4, 8), generator=generator)
+    return torch.randint(13, (4, 8), generator=generator), torch.randint(
+        13, (4, 8), generator=generator
+    )
 
 
 def step(model, tokens, labels):
@@ -48,7 +52,10 @@ def step(model, tokens, labels):
 
 
 def gradients(model):
-    return {n: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad) for n, p in model.named_parameters()}
+    return {
+        n: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad)
+        for n, p in model.named_parameters()
+    }
 
 
 def on_mesh(degrees, compiled_first):
@@ -59,25 +66,36 @@ def on_mesh(degrees, compiled_first):
     loss = step(reference, tokens, labels)
     want = gradients(reference)
     data = data_mesh(mesh)
-    mine = slice(data.get_local_rank() * 4 // data.size(), (data.get_local_rank() + 1) * 4 // data.size())
+    mine = slice(
+        data.get_local_rank() * 4 // data.size(), (data.get_local_rank() + 1) * 4 // data.size()
+    )
     import time
+
     for mode in MODES:
         t = time.time()
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
         model = apply_tp(build(), mesh["tp"])
-        if compiled_first: apply_compile(model, backend=counter)
-        if mode: apply_ac(model, mode)
-        if not compiled_first: apply_compile(model, backend=counter)
+        if compiled_first:
+            apply_compile(model, backend=counter)
+        if mode:
+            apply_ac(model, mode)
+        if not compiled_first:
+            apply_compile(model, backend=counter)
         if mesh.size() > mesh["tp"].size():
             apply_fsdp2(model, fsdp_mesh(mesh))
         step(model, tokens[mine], labels[mine])
-        err = max(float((g - want[n]).abs().max() / want[n].abs().max()) for n, g in gradients(model).items())
+        err = max(
+            float((g - want[n]).abs().max() / want[n].abs().max())
+            for n, g in gradients(model).items()
+        )
         print(mode, err, counter.frame_count, round(time.time() - t, 1), flush=True)
     raise 1
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("degrees,n", [({"tp": 2}, 2), ({"dp_shard": 2}, 2), ({"tp": 2, "dp_shard": 2}, 4)])
+@pytest.mark.parametrize(
+    "degrees,n", [({"tp": 2}, 2), ({"dp_shard": 2}, 2), ({"tp": 2, "dp_shard": 2}, 4)]
+)
 def test_x(degrees, n, first):
     harness.run(on_mesh, n, degrees, first, timeout=100)

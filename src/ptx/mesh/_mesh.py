@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outer to inner: tp ranks are neighbours
+MESH_DIMS = (
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+)  # outer to inner: tp ranks are neighbours
 
 
 def build_mesh(
@@ -65,7 +71,9 @@ def resolve_degrees(degrees: dict[str, int], world_size: int) -> tuple[int, ...]
     free = [name for name, degree in degrees.items() if degree == -1]
     wrong = [name for name, degree in degrees.items() if degree < 1 and degree != -1]
     if wrong:
-        raise ValueError(f"build_mesh: {', '.join(wrong)} must be positive, or -1 for the rest; got {given}")
+        raise ValueError(
+            f"build_mesh: {', '.join(wrong)} must be positive, or -1 for the rest; got {given}"
+        )
     if len(free) > 1:
         raise ValueError(f"build_mesh: only one dim can take the rest (-1), got {given}")
     fixed = prod(degree for degree in degrees.values() if degree != -1)
@@ -107,7 +115,9 @@ def _init_process_group(device_type: str, timeout: timedelta | None) -> None:
     if _launched():
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
+        )
     atexit.register(_destroy_process_group)  # NCCL warns at exit about a group that is left
 
 

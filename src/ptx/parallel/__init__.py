@@ -6,8 +6,12 @@ from ptx.parallel._fsdp2 import apply_fsdp2 as apply_fsdp2
 from ptx.parallel._materialize import materialize as materialize
 from ptx.parallel._tp import apply_tp as apply_tp
 from ptx.parallel._tp_plan import tp_plan as tp_plan
+from ptx.parallel._tp_styles import HeadParallel as HeadParallel
+from ptx.parallel._tp_styles import Replicated as Replicated
 
 __all__ = [
+    "HeadParallel",
+    "Replicated",
     "apply_fsdp2",
     "apply_tp",
     "clip_grad_norm_",

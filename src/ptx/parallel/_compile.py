@@ -16,7 +16,9 @@ from ptx.parallel._order import require_before
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def apply_compile(model: Module, *, units: Units | None = None, **torch_compile_options: Any) -> Module:
+def apply_compile(
+    model: Module, *, units: Units | None = None, **torch_compile_options: Any
+) -> Module:
     """Compile units of ``model`` in place by ``torch.compile(..., fullgraph=True)``.
 
     Units of one class share a graph, however many there are: compiling takes as long for 80 blocks

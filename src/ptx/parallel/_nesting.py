@@ -82,7 +82,9 @@ def overlaps(units: list[str], others: Iterable[str], done: str) -> list[str]:
                 wrong.append(f"{unit!r} is {done} already")
             elif is_inside(unit, other) or is_inside(other, unit):
                 inner, outer = sorted((unit, other), key=len, reverse=True)
-                wrong.append(f"{inner!r} is inside {outer!r}, and both would be {done}; leave one out")
+                wrong.append(
+                    f"{inner!r} is inside {outer!r}, and both would be {done}; leave one out"
+                )
     for unit in units:
         wrong += [
             f"{unit!r} is inside {outer!r}, and both would be {done}; leave one out"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,9 +38,10 @@ _HOOKS_ONLY = (
 )
 
 
-def apply_tp(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle] | None = None
-) -> nn.Module:
+M = TypeVar("M", bound=nn.Module)
+
+
+def apply_tp(model: M, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle] | None = None) -> M:
     """Shards a model's matrices over the ranks of ``mesh``, in place.
 
     The whole plan is checked first: an error lists every violation and leaves the model as it was.
