@@ -59,11 +59,11 @@ class RunLog:
         import matplotlib.pyplot as plt
 
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        for key, style in [("train/loss", {"linewidth": 1}), ("valid/loss", {"marker": "o"})]:
+        for key, marker in [("train/loss", ""), ("valid/loss", "o")]:
             points = [(r["train/tokens_seen"] / 1e6, r[key]) for r in self.records if key in r]
-            axes.plot(*zip(*points, strict=True), label=key, **style)
-        for shade, (name, nats) in zip(["0.6", "0.3"], baselines.items(), strict=False):
-            axes.axhline(nats, color=shade, linestyle="--", label=f"{name} ({nats:.2f})")
+            axes.plot(*zip(*points, strict=True), label=key, marker=marker)
+        for style, (name, nats) in zip([":", "--"], baselines.items(), strict=True):
+            axes.axhline(nats, color="0.4", linestyle=style, label=f"{name} ({nats:.2f})")
         axes.set(xlabel="million tokens seen", ylabel="loss (nats per token)")
         axes.legend()
         figure.savefig(self.folder / "loss.png", dpi=120)

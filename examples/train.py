@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import ptx
 from baselines import baselines
-from data import Tokens, TrainBatches, load_corpus, validation_batches
+from data import CORPUS, Tokens, TrainBatches, load_corpus, validation_batches
 from generate import generate
 from metrics import RunLog
 
@@ -63,6 +63,8 @@ class Args:
     """Steps between validations; the last step always is one."""
     out: Path = Path("runs/train")
     """Where metrics.jsonl and loss.png go."""
+    corpus: Path = CORPUS
+    """Text to train on, one document a line (corpus/SOURCE.md)."""
     cache: Path = Path(".cache/ptx")
     """Where the tokenised corpus is kept."""
     prompt: str = "Fellow citizens of the Senate and of the House of Representatives:"
@@ -74,7 +76,7 @@ def main(args: Args) -> None:
     device = torch.device(mesh.device_type)
     log = RunLog(args.out, args.steps, enabled=dist.get_rank() == 0)
 
-    corpus = load_corpus(args.cache)
+    corpus = load_corpus(args.cache, corpus=args.corpus)
     vocab_size = corpus.tokenizer.get_vocab_size()
     data = ptx.data_mesh(mesh)
     batches = TrainBatches(
@@ -99,7 +101,10 @@ def main(args: Args) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args))
 
     parameters = sum(p.numel() for p in model.parameters())
-    log.say(f"{parameters / 1e6:.1f} M parameters, {len(corpus.train) / 1e6:.2f} M tokens, {mesh}")
+    log.say(
+        f"{parameters / 1e6:.1f} M parameters, {len(corpus.train) / 1e6:.2f} M tokens to train on,"
+        f" {dist.get_world_size()} processes"
+    )
     losses = ptx.loss_mesh(mesh)
     tokens_per_step = args.global_batch * args.seq_len
     logged_at, logged_step = time.perf_counter(), 0
@@ -147,7 +152,7 @@ def main(args: Args) -> None:
     log.say(f"\n{text}\n\nvalidation loss, nats per token:")
     for name, nats in {**floors, args.model: valid_loss}.items():
         log.say(f"  {name:10s} {nats:.3f}")
-    log.plot(floors)
+    log.plot({name: floors[name] for name in ("unigram", "bigram")})
     log.close()
 
 

@@ -115,9 +115,8 @@ def _init_process_group(device_type: str, timeout: timedelta | None) -> None:
     if _launched():
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(
-            backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
-        )
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not declared so
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     atexit.register(_destroy_process_group)  # NCCL warns at exit about a group that is left
 
 

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ptx._names import clean_named_modules
-from ptx.parallel._blocks import Units, is_inside, resolve_units
-from ptx.parallel._nesting import Forward, nest, nested_modules, overlaps
-from ptx.parallel._order import require_before
+from ptx.parallel._blocks import Units
+from ptx.parallel._nesting import Forward, add_layer
+from ptx.parallel._order import is_tp
 
 Module = TypeVar("Module", bound=nn.Module)
 Policy = Callable[..., CheckpointPolicy]  # (ctx, op, *args, **kwargs), as torch calls it
@@ -89,22 +88,19 @@ def apply_ac(
     Source: Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198 (selective).
     """
     where = "apply_ac"
-    if mode not in ("full", "selective") and not callable(mode):
+    if mode not in {"full", "selective"} and not callable(mode):
         raise ValueError(
             f"{where}: mode must be 'full', 'selective' or a policy (ctx, op, *args, **kwargs) ->"
             f" CheckpointPolicy, got {mode!r}"
         )
-    require_before(where, model, "apply_fsdp2")
-    names = [name for group in resolve_units(model, units, where=where) for name in group]
     by_op = mode != "full"
-    _check_nesting(model, names, by_op)
-
-    policy = SelectivePolicy() if mode == "selective" else mode
-    # One object for all units: compiled code is shared by those with the same.
-    options = {"context_fn": functools.partial(_fresh_contexts, policy)} if by_op else {}
-    modules = dict(clean_named_modules(model))
-    for name in names:
-        nest(modules[name], recompute=functools.partial(_recomputed, options=options), by_op=by_op)
+    options = {}
+    if by_op:
+        policy = SelectivePolicy() if isinstance(mode, str) else mode
+        # One object for all units: compiled code isn't shared with units that have another.
+        options["context_fn"] = functools.partial(_fresh_contexts, policy, is_tp(model))
+    layer = functools.partial(_recomputed, options=options)
+    add_layer(model, units, where=where, recompute=layer, by_op=by_op)
     return model
 
 
@@ -131,23 +127,22 @@ class SelectivePolicy:
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _check_nesting(model: nn.Module, names: list[str], by_op: bool) -> None:
-    done = nested_modules(model)
-    wrong = overlaps(names, [n for n, nesting in done.items() if nesting.recompute], "checkpointed")
-    if by_op:
-        wrong += [
-            f"{inner!r} is compiled, which hides its ops from the policy of {name!r}; compile"
-            f" {name!r} instead"
-            for name in names
-            for inner, nesting in done.items()
-            if nesting.compile and inner != name and is_inside(inner, name)
-        ]
-    if wrong:
-        raise ValueError("apply_ac: " + "; ".join(wrong))
+def _fresh_contexts(policy: Policy, is_tp: bool) -> Any:
+    policy = copy.copy(policy)
+    return create_selective_checkpoint_contexts(_keep_random(policy) if is_tp else policy)
 
 
-def _fresh_contexts(policy: Policy) -> Any:
-    return create_selective_checkpoint_contexts(copy.copy(policy))
+def _keep_random(policy: Policy) -> Policy:
+    # Compiled code that recomputes a random op hands a generator's state to its backward, and torch
+    # 2.13 takes it for the DeviceMesh of the DTensors, and the mesh for a tensor: an AssertionError.
+    def keep(
+        ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        choice = policy(ctx, op, *args, **kwargs)
+        random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+        return CheckpointPolicy.MUST_SAVE if random and torch.compiler.is_compiling() else choice
+
+    return keep
 
 
 def _recomputed(forward: Forward, options: dict[str, Any]) -> Forward:

@@ -8,10 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ptx._names import clean_named_modules
-from ptx.parallel._blocks import Units, is_inside, resolve_units
-from ptx.parallel._nesting import nest, nested_modules, overlaps
-from ptx.parallel._order import require_before
+from ptx.parallel._blocks import Units
+from ptx.parallel._nesting import add_layer
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -46,26 +44,8 @@ def apply_compile(
     Cost: nothing now. The first forward and the first backward compile, again for each new kind of
     input: with and without gradients, a new shape (then any shape), a new dtype.
     """
-    where = "apply_compile"
-    require_before(where, model, "apply_fsdp2")
-    names = [name for group in resolve_units(model, units, where=where) for name in group]
-    _check_nesting(model, names)
-
     options = {"fullgraph": True, **torch_compile_options}
-    modules = dict(clean_named_modules(model))
-    for name in names:
-        nest(modules[name], compile=functools.partial(torch.compile, **options))
+    add_layer(
+        model, units, where="apply_compile", compile=functools.partial(torch.compile, **options)
+    )
     return model
-
-
-def _check_nesting(model: nn.Module, names: list[str]) -> None:
-    done = nested_modules(model)
-    wrong = overlaps(names, [n for n, nesting in done.items() if nesting.compile], "compiled")
-    wrong += [
-        f"compiling {name!r} hides its ops from the policy of {outer!r}; compile {outer!r} instead"
-        for name in names
-        for outer, nesting in done.items()
-        if nesting.by_op and name != outer and is_inside(name, outer)
-    ]
-    if wrong:
-        raise ValueError("apply_compile: " + "; ".join(wrong))

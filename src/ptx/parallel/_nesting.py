@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from ptx._names import clean_named_modules
-from ptx.parallel._blocks import is_inside
+from ptx.parallel._blocks import Units, is_inside, resolve_units
+from ptx.parallel._order import is_tp, require_before
 
 Forward = Callable[..., Any]  # takes the module first
 Layer = Callable[[Forward], Forward]
@@ -47,51 +48,55 @@ class Nesting:
                 forward = layer(forward)
         return forward
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Nesting:
+        """Nothing here belongs to a module, and a policy may refer to anything."""
+        return self
+
 
 def nesting_of(module: nn.Module) -> Nesting | None:
-    """What surrounds the module's forward; None: nothing of ours."""
+    """What `add_layer` put around the module's forward; None: nothing."""
     nesting = module.__dict__.get(_KEY)
     assert nesting is None or isinstance(nesting, Nesting)
     return nesting
 
 
-def nest(module: nn.Module, **layer: Any) -> None:
-    """Add a layer, given as the attributes of `Nesting`, around or inside of what is there.
+def add_layer(model: nn.Module, units: Units | None, *, where: str, **layer: Any) -> None:
+    """Give each unit a layer more, around or inside of what it has.
 
-    ``forward`` is replaced on the instance, so names and classes stay as they are, and the module's
+    ``forward`` is replaced on the instance, so names and classes stay as they are, and a unit's
     hooks (FSDP's among them) run outside of all layers: once. As a bound method it is copied with
     its module; since all modules of a class bind the same code, they compile to one graph.
+
+    Args:
+        model: The module that holds the units.
+        units: As for `resolve_units`; modules of a group are units of their own.
+        where: Who asks, for the errors: ``"apply_ac"``.
+        layer: Attributes of `Nesting`.
+
+    Raises:
+        ValueError: Too late, units that don't resolve, or all nestings that wouldn't work.
     """
-    nesting = replace(nesting_of(module) or Nesting(_plain_forward(module)), **layer)
-    setattr(module, _KEY, nesting)
-    module.forward = MethodType(nesting.forward(), module)
-
-
-def nested_modules(model: nn.Module) -> dict[str, Nesting]:
-    """By name, every module that `nest` was called on."""
-    found = ((name, nesting_of(module)) for name, module in clean_named_modules(model))
-    return {name: nesting for name, nesting in found if nesting is not None}
-
-
-def overlaps(units: list[str], others: Iterable[str], done: str) -> list[str]:
-    """Complaints about units that are one of ``others``, or lie inside one another."""
+    require_before(where, model, "apply_fsdp2")
+    names = [name for group in resolve_units(model, units, where=where) for name in group]
+    modules = dict(clean_named_modules(model))
+    nestings = {n: nesting for n, m in modules.items() if (nesting := nesting_of(m)) is not None}
     wrong = []
-    for unit in units:
-        for other in others:
-            if unit == other:
-                wrong.append(f"{unit!r} is {done} already")
-            elif is_inside(unit, other) or is_inside(other, unit):
-                inner, outer = sorted((unit, other), key=len, reverse=True)
-                wrong.append(
-                    f"{inner!r} is inside {outer!r}, and both would be {done}; leave one out"
-                )
-    for unit in units:
-        wrong += [
-            f"{unit!r} is inside {outer!r}, and both would be {done}; leave one out"
-            for outer in units
-            if unit != outer and is_inside(unit, outer)
-        ]
-    return wrong
+    for name in names:
+        old = nestings.get(name) or Nesting(_plain_forward(modules[name]))
+        nestings[name] = replace(old, **layer)
+        for what, done in (("recompute", "checkpointed"), ("compile", "compiled")):
+            if what in layer and getattr(old, what):
+                wrong.append(f"{name!r} is {done} already")
+    touched = ((i, o) for i, o in _nested_pairs(nestings) if i in names or o in names)
+    tp = is_tp(model)
+    for inner, outer in touched:
+        if why := _misfit(nestings[inner], nestings[outer], tp):
+            wrong.append(f"{inner!r} is inside {outer!r}: {why}")
+    if wrong:
+        raise ValueError(f"{where}: " + "; ".join(wrong))
+    for name in names:
+        setattr(modules[name], _KEY, nestings[name])
+        modules[name].forward = MethodType(nestings[name].forward(), modules[name])
 
 
 def _plain_forward(module: nn.Module) -> Forward:
@@ -100,4 +105,24 @@ def _plain_forward(module: nn.Module) -> Forward:
 
 
 def _call_own(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return own(*args, **kwargs)  # somebody replaced the instance's forward before
+    return own(*args, **kwargs)  # somebody replaced the instance's forward before us
+
+
+def _nested_pairs(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    return ((i, o) for i in names for o in names if i != o and is_inside(i, o))
+
+
+def _misfit(inner: Nesting, outer: Nesting, tp: bool) -> str | None:
+    if inner.recompute and outer.recompute:
+        return "it would be recomputed twice; checkpoint one of them"
+    if inner.compile and outer.compile:
+        return "it would be compiled with it, its own options lost; compile one of them"
+    if inner.compile and outer.by_op:
+        return "a policy doesn't see the ops of compiled code; compile the outer one"
+    if tp and inner.recompute and not inner.by_op and outer.compile:
+        # torch 2.13, see _keep_random in _ac.py.
+        return (
+            "under tensor parallelism compiled code can't recompute a part of itself; compile smaller"
+            " units, or checkpoint the outer one"
+        )
+    return None

@@ -1,0 +1,108 @@
+"""The reference example, on every kind of mesh: the same losses, the same files."""
+
+import json
+import lzma
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import harness
+import pytest
+import train
+from data import CORPUS
+
+EXAMPLE = Path(train.__file__)
+MESHES = {
+    "1 process": (1, {}),
+    "tp 2": (2, {"tp": 2}),
+    "dp_replicate 2": (2, {"dp_replicate": 2}),
+    "4 ranks": (4, {}),
+    "dp_shard 2 x tp 2": (4, {"tp": 2}),
+}
+SMALL = {"steps": 20, "global_batch": 8, "seq_len": 32, "log_every": 1, "warmup": 5}
+
+
+@pytest.fixture(scope="module")
+def small_corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt.xz"
+    with lzma.open(CORPUS, "rt") as whole, lzma.open(path, "wt", preset=0) as some:
+        some.writelines(line[:6000] + "\n" for line, _ in zip(whole, range(12)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def metrics(small_corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+
+    def run(name):
+        out = folder / name
+        ranks, degrees = MESHES[name]
+        args = train.Args(**SMALL, **degrees, corpus=small_corpus, cache=folder, out=out)
+        harness.run(train.main, ranks, args)
+        return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+    return {name: run(name) for name in MESHES}
+
+
+@pytest.mark.parametrize("name", list(MESHES)[1:])
+def test_losses_agree_with_one_process(metrics, name):
+    for got, want in zip(metrics[name], metrics["1 process"], strict=True):
+        for key in ("train/loss", "grad/norm_preclip", "valid/loss"):
+            if key in want:
+                assert got[key] == pytest.approx(want[key], rel=1e-4), (got, want)
+
+
+def test_training_learns_and_metrics_have_the_names_of_the_inventory(metrics):
+    steps, valid = metrics["1 process"][:-1], metrics["1 process"][-1]
+    assert [m["train/iter"] for m in steps] == list(range(1, 21))
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"] - 1
+    assert set(steps[0]) == {
+        "train/iter",
+        "train/loss",
+        "train/dt",
+        "train/tps",
+        "train/tokens_seen",
+        "grad/norm_preclip",
+        "opt/lr",
+    }
+    assert steps[-1]["train/tokens_seen"] == 20 * 8 * 32
+    assert steps[-1]["opt/lr"] < steps[4]["opt/lr"] == pytest.approx(3e-3)
+    assert set(valid) == {"train/tokens_seen", "valid/loss"}
+
+
+def test_torchrun_runs_the_same_file_without_a_warning(small_corpus, tmp_path):
+    options = {**SMALL, "steps": 3, "tp": 2, "corpus": small_corpus, "cache": tmp_path, "out": tmp_path}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", EXAMPLE, *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "arning" not in done.stdout + done.stderr
+    assert "WARN" not in done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("step ") for line in lines) == 3 + 1  # on one rank only
+    assert "ETA" in lines[1]
+    assert "grad norm" in lines[1]
+    assert any(line.startswith("Fellow citizens of the Senate") for line in lines)
+    assert (tmp_path / "loss.png").stat().st_size > 5000
+
+
+def test_bf16(small_corpus, tmp_path):
+    options = {**SMALL, "steps": 2}
+    args = train.Args(**options, dtype="bf16", corpus=small_corpus, cache=tmp_path, out=tmp_path)
+    harness.run(train.main, 1, args)
+
+
+def test_help_lists_every_option_with_its_default():
+    done = subprocess.run(
+        [sys.executable, EXAMPLE, "--help"], capture_output=True, text=True, timeout=100, check=True
+    )
+    for name in train.Args.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in done.stdout
+    assert "default: 16" in done.stdout
