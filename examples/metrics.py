@@ -42,11 +42,11 @@ class RunLog:
         """Records the metrics of a training step and prints its line."""
         self.record(metrics)
         done = metrics["train/iter"]
-        left = (time.perf_counter() - self.started) / done * (self.total_steps - done)
+        left = round((time.perf_counter() - self.started) / done * (self.total_steps - done))
         self.say(
             f"step {done:5d}/{self.total_steps}  loss {metrics['train/loss']:.4f}"
             f"  {metrics['train/tps']:8,.0f} tokens/s  grad norm {metrics['grad/norm_preclip']:.3f}"
-            f"  lr {metrics['opt/lr']:.1e}  ETA {left // 60:.0f}:{left % 60:02.0f}"
+            f"  lr {metrics['opt/lr']:.1e}  ETA {left // 60}:{left % 60:02}"
         )
 
     def plot(self, baselines: Mapping[str, float]) -> None:

@@ -32,7 +32,7 @@ class Args:
 
     model: str = "debug"
     """Preset: debug, s, m, l, xl, ... (ptx.preset); the vocabulary is the tokenizer's."""
-    steps: int = 800
+    steps: int = 600
     """Optimizer steps."""
     global_batch: int = 16
     """Samples per step, over all ranks: the same samples on any number of ranks."""

@@ -3,19 +3,22 @@
 ``python tests/equivalence.py`` (``make equivalence``) prints it; tests/test_equivalence.py holds it to its bounds.
 
 Each cell trains the same small model three steps on the same global batch, with ragged ignored tokens and whole
-samples without a valid one, so that some data ranks have nothing to learn from. The reference is plain torch: the
-unwrapped model, ``F.cross_entropy``, torch's own clipping and optimizers.
+samples without a valid one, so that some data ranks and micro-batches have nothing to learn from. The reference is
+plain torch: the unwrapped model, ``F.cross_entropy`` of the whole batch, torch's own clipping and optimizers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -54,8 +57,31 @@ VARIANTS = {
     "transformers, tied": Variant(transformers=True, tie_embeddings=True),
 }
 
+
+@dataclass(frozen=True)
+class Execution:
+    """How a step is computed, which must not change what it computes."""
+
+    ac: Literal["full", "selective"] | None = None
+    backend: str | None = None  # of torch.compile
+    micro_batches: int = 1
+    reduce: Literal["last", "every"] = "last"
+
+    def __str__(self) -> str:
+        compiled = self.backend or "eager"
+        return f"AC {self.ac or 'none'}, {compiled}, {self.micro_batches} x {self.reduce}"
+
+
+PLAIN = Execution()
+EXECUTIONS = [
+    Execution(ac, backend, n, reduce)
+    for ac in (None, "full", "selective")
+    for backend in (None, "aot_eager")
+    for n, reduce in ((1, "last"), (3, "last"), (3, "every"))
+]
+
 DIM, LAYERS, HEADS, HIDDEN, VOCAB = 64, 2, 8, 96, 61  # 61 rows split unevenly over 2 and 4
-BATCH, SEQ, STEPS, SEED, MAX_NORM = 8, 16, 3, 7, 0.5
+BATCH, SEQ, STEPS, SEED, MAX_NORM = 12, 16, 3, 7, 0.5
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -76,10 +102,21 @@ def world_size(mesh: str) -> int:
 
 
 def train_on_mesh(
-    mesh_name: str, variant_names: list[str], bf16: bool = False
-) -> dict[str, Outcome]:
-    """What a user writes; runs on every rank of an initialised world."""
+    mesh_name: str,
+    cells: list[tuple[str, Execution]],
+    bf16: bool = False,
+    optimizers: tuple[str, ...] = OPTIMIZERS,
+) -> list[Outcome]:
+    """What a user writes; runs on every rank of an initialised world, for each (variant, execution)."""
+    # Dynamo looks at every input's gradient, also of activations, and torch warns about that.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     mesh = ptx.build_mesh(**MESHES[mesh_name], device_type="cpu")
+    return [_train_on_mesh(mesh, VARIANTS[name], how, bf16, optimizers) for name, how in cells]
+
+
+def _train_on_mesh(
+    mesh: DeviceMesh, variant: Variant, how: Execution, bf16: bool, optimizers: tuple[str, ...]
+) -> Outcome:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     data, losses = ptx.data_mesh(mesh), ptx.loss_mesh(mesh)
 
@@ -87,22 +124,32 @@ def train_on_mesh(
         model = meta_model(variant)
         plan = ptx.tp_plan(model, sequence_parallel=variant.sequence_parallel)
         ptx.apply_tp(model, mesh["tp"], plan)
+        if how.ac:
+            ptx.apply_ac(model, how.ac)
+        if how.backend:
+            ptx.apply_compile(model, backend=how.backend)
         ptx.apply_fsdp2(model, ptx.fsdp_mesh(mesh), mp_policy=policy)
         return ptx.materialize(model, "cpu", seed=SEED)
 
     def backward(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         mine = slice_of(data.get_local_rank(), data.size())
-        loss = ptx.cross_entropy(logits_of(model, tokens[mine]), labels[mine], reduction="sum")
-        loss = loss * ptx.token_scale(labels[mine], losses)
-        loss.backward()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean, torch.distributed.ReduceOp.AVG, losses.get_group())
-        return mean
+        window = list(
+            zip(tokens[mine].chunk(how.micro_batches), labels[mine].chunk(how.micro_batches))
+        )
+        scale = ptx.token_scale([part for _, part in window], losses)
+        total = torch.zeros(())
+        for i, (inputs, targets) in enumerate(window, 1):
+            with ptx.accumulate_grads(model, last=i == len(window), reduce=how.reduce):
+                loss = ptx.cross_entropy(logits_of(model, inputs), targets, reduction="sum") * scale
+                loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total, dist.ReduceOp.AVG, losses.get_group())
+        return total
 
     def clip(model: nn.Module) -> Tensor:
         return ptx.clip_grad_norm_(model.parameters(), MAX_NORM)
 
-    return {name: _train(build, backward, clip, VARIANTS[name]) for name in variant_names}
+    return _train(build, backward, clip, variant, optimizers)
 
 
 def train_plainly(variant: Variant, dtype: torch.dtype = torch.float32) -> Outcome:
@@ -120,7 +167,7 @@ def train_plainly(variant: Variant, dtype: torch.dtype = torch.float32) -> Outco
     def clip(model: nn.Module) -> Tensor:
         return nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
 
-    return _train(build, backward, clip, variant)
+    return _train(build, backward, clip, variant, OPTIMIZERS)
 
 
 def difference(got: Outcome, want: Outcome) -> dict[str, float]:
@@ -130,8 +177,8 @@ def difference(got: Outcome, want: Outcome) -> dict[str, float]:
         "gradients": _worst(got.gradients, want.gradients),
         "norms": max(abs(g - w) / w for g, w in zip(got.norms, want.norms, strict=True)),
     }
-    for name in OPTIMIZERS:
-        worst[name] = _worst(got.weights[name], want.weights[name])
+    for name, weights in got.weights.items():
+        worst[name] = _worst(weights, want.weights[name])
     return worst
 
 
@@ -203,9 +250,11 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.detach().float().clone()
 
 
-def _train(build: Any, backward: Any, clip: Any, variant: Variant) -> Outcome:
+def _train(
+    build: Any, backward: Any, clip: Any, variant: Variant, optimizers: tuple[str, ...]
+) -> Outcome:
     weights: dict[str, dict[str, Tensor]] = {}
-    for name in OPTIMIZERS:
+    for name in optimizers:
         model = build(variant)
         initial = {key: full(p) for key, p in model.named_parameters()}
         digest = hashlib.sha256()
@@ -242,11 +291,12 @@ def main() -> None:
     want = {name: train_plainly(variant) for name, variant in VARIANTS.items()}
     columns = ("loss", "gradients", "norms", *OPTIMIZERS)
     print(f"{'mesh':20s} {'model':20s} " + " ".join(f"{c:>10s}" for c in columns) + "  same init")
+    cells = [(name, PLAIN) for name in VARIANTS]
     for mesh in MESHES:
-        got = harness.run(train_on_mesh, world_size(mesh), mesh, list(VARIANTS), timeout=300)[0]
-        for name in VARIANTS:
-            worst = difference(got[name], want[name])
-            same = got[name].weights_hash == want[name].weights_hash
+        outcomes = harness.run(train_on_mesh, world_size(mesh), mesh, cells, timeout=300)[0]
+        for (name, _), got in zip(cells, outcomes):
+            worst = difference(got, want[name])
+            same = got.weights_hash == want[name].weights_hash
             figures = " ".join(f"{worst[c]:10.1e}" for c in columns)
             print(f"{mesh:20s} {name:20s} {figures}  {'yes' if same else 'NO'}")
 

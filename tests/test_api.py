@@ -23,11 +23,17 @@ PUBLIC = {
     "ptx.parallel": [
         "HeadParallel",
         "Replicated",
+        "accumulate_grads",
+        "apply_ac",
+        "apply_compile",
         "apply_fsdp2",
         "apply_tp",
+        "assert_replicas_equal",
         "clip_grad_norm_",
         "find_blocks",
         "materialize",
+        "memory_report",
+        "model_stats",
         "tp_plan",
     ],
 }

@@ -1,41 +1,90 @@
-"""Every mesh of the table in equivalence.py computes what one process does."""
+"""Every mesh of the table in equivalence.py computes what one process does, however it is executed."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 
 import equivalence
 import harness
-from equivalence import MESHES, VARIANTS
+from equivalence import EXECUTIONS, MESHES, PLAIN, VARIANTS, Execution
 
 BOUND = 1e-5  # fp32, max|difference| / max|reference| per tensor
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_mesh_equals_one_process(mesh):
-    answers = harness.run(
-        equivalence.train_on_mesh, equivalence.world_size(mesh), mesh, list(VARIANTS), timeout=110
-    )
-    for name in VARIANTS:
-        want = _reference(name)
-        for rank, answer in enumerate(answers):
-            got = answer[name]
-            assert got.weights_hash == want.weights_hash, (name, rank)
-            worst = equivalence.difference(got, want)
-            assert max(worst.values()) <= BOUND, (name, rank, worst)
+    _check(mesh, [(name, PLAIN) for name in VARIANTS])
+
+
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_mesh_equals_one_process_however_executed(mesh):
+    cells = [(name, how) for at, name, how in _pairwise_cover() if at == mesh]
+    _check(mesh, cells, timeout=300, optimizers=("adamw",))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_mesh_equals_one_process_in_every_execution(mesh, name):
+    _check(mesh, [(name, how) for how in EXECUTIONS], timeout=3500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mesh", ["1", "dp_shard 2", "tp 2", "dp_shard 2 x tp 2", "HSDP 2 x 2"])
+def test_mesh_equals_one_process_under_inductor(mesh):
+    how = [Execution(ac, "inductor", 3) for ac in (None, "full", "selective")]
+    _check(mesh, [("untied", h) for h in how], timeout=1500)
+
+
+def test_the_cover_is_pairwise():
+    cover = _pairwise_cover()
+    factors = [
+        (mesh, name, how.ac, how.backend, (how.micro_batches, how.reduce))
+        for mesh, name, how in cover
+    ]
+    for a, b in itertools.combinations(range(5), 2):
+        seen = {(row[a], row[b]) for row in factors}
+        every = set(itertools.product({row[a] for row in factors}, {row[b] for row in factors}))
+        assert seen == every, every - seen
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_bf16_params_with_fp32_reduce_stay_as_near_as_one_process(mesh):
     names = ["untied", "tied, no SP", "transformers"]
-    answers = harness.run(
-        equivalence.train_on_mesh, equivalence.world_size(mesh), mesh, names, True, timeout=110
-    )
-    for name in names:
+    cells = [(name, PLAIN) for name in names]
+    ranks = equivalence.world_size(mesh)
+    outcomes = harness.run(equivalence.train_on_mesh, ranks, mesh, cells, True, timeout=110)[0]
+    for name, got in zip(names, outcomes):
         own = equivalence.gradient_distance(_bf16_reference(name), _reference(name))
-        distance = equivalence.gradient_distance(answers[0][name], _reference(name))
+        distance = equivalence.gradient_distance(got, _reference(name))
         assert 0 < distance <= 1.5 * own, (name, distance, own)
+
+
+def _check(mesh, cells, timeout=110, optimizers=equivalence.OPTIMIZERS):
+    ranks = equivalence.world_size(mesh)
+    answers = harness.run(
+        equivalence.train_on_mesh, ranks, mesh, cells, optimizers=optimizers, timeout=timeout
+    )
+    for rank, outcomes in enumerate(answers):
+        for (name, how), got in zip(cells, outcomes):
+            want = _reference(name)
+            assert got.weights_hash == want.weights_hash, (name, str(how), rank)
+            worst = equivalence.difference(got, want)
+            assert max(worst.values()) <= BOUND, (name, str(how), rank, worst)
+
+
+def _pairwise_cover():
+    """Each mesh with each variant once, the executions dealt out so that any two factors meet."""
+    return [
+        (mesh, name, EXECUTIONS[(2 * i + 5 * j) % len(EXECUTIONS)])
+        for i, mesh in enumerate(MESHES)
+        for j, name in enumerate(VARIANTS)
+    ]
 
 
 @functools.cache

@@ -24,23 +24,52 @@ if TYPE_CHECKING:
     from ptx.model import ModelArgs as ModelArgs
     from ptx.model import Transformer as Transformer
     from ptx.model import preset as preset
+    from ptx.parallel import accumulate_grads as accumulate_grads
+    from ptx.parallel import apply_ac as apply_ac
+    from ptx.parallel import apply_compile as apply_compile
     from ptx.parallel import apply_fsdp2 as apply_fsdp2
     from ptx.parallel import apply_tp as apply_tp
+    from ptx.parallel import assert_replicas_equal as assert_replicas_equal
     from ptx.parallel import clip_grad_norm_ as clip_grad_norm_
     from ptx.parallel import find_blocks as find_blocks
     from ptx.parallel import materialize as materialize
+    from ptx.parallel import memory_report as memory_report
+    from ptx.parallel import model_stats as model_stats
     from ptx.parallel import tp_plan as tp_plan
 
 _HOME = {
-    "ptx.loss": ("cross_entropy", "token_mean", "token_scale", "vocab_parallel_ce"),
-    "ptx.mesh": ("build_mesh", "data_mesh", "fsdp_mesh", "loss_mesh", "seed_ranks"),
-    "ptx.model": ("LinearScaling", "Llama3Scaling", "ModelArgs", "Transformer", "preset"),
+    "ptx.loss": (
+        "cross_entropy",
+        "token_mean",
+        "token_scale",
+        "vocab_parallel_ce",
+    ),
+    "ptx.mesh": (
+        "build_mesh",
+        "data_mesh",
+        "fsdp_mesh",
+        "loss_mesh",
+        "seed_ranks",
+    ),
+    "ptx.model": (
+        "LinearScaling",
+        "Llama3Scaling",
+        "ModelArgs",
+        "Transformer",
+        "preset",
+    ),
     "ptx.parallel": (
+        "accumulate_grads",
+        "apply_ac",
+        "apply_compile",
         "apply_fsdp2",
         "apply_tp",
+        "assert_replicas_equal",
         "clip_grad_norm_",
         "find_blocks",
         "materialize",
+        "memory_report",
+        "model_stats",
         "tp_plan",
     ),
 }

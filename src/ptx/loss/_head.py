@@ -1,0 +1,213 @@
+"""Who owns the weight of a head: the caller, tensor parallelism, FSDP2, or both."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# FSDP's table of the modules it wrapped. Private, but the only way to ask who owns a parameter: a
+# shard of FSDP's looks like one of tensor parallelism's.
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+# Hooks of these do to a module's input and output what the loss does by itself.
+_KNOWN_HOOKS = ("torch.distributed.tensor.", "torch.distributed.fsdp.", "ptx.parallel.")
+
+
+@dataclass(frozen=True)
+class Head:
+    """x @ weight.T + bias, and how to get at the two.
+
+    Args:
+        weight: [V, H] in its global shape, as it is registered now.
+        bias: [V], or None.
+        module: Where they are registered, if a module was given.
+        state: The FSDP state whose group holds them, if there is one.
+        alone: Whether this group holds nothing else.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    module: nn.Module | None = None
+    state: Any = None
+    alone: bool = False
+
+    def input_dtype(self, hidden: torch.dtype) -> torch.dtype:
+        """What FSDP's mixed precision would make of a hidden state at the head's door."""
+        if self.state is None or not self.state._mp_policy.cast_forward_inputs:
+            return hidden
+        return self.state._mp_policy.param_dtype or hidden
+
+    def dtype(self) -> torch.dtype:
+        """Of the weight, once it is gathered."""
+        if self.state is None:
+            return self.weight.dtype
+        return self.state._mp_policy.param_dtype or self.weight.dtype
+
+    def open(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gather what FSDP has sharded: ``hidden`` as the head would see it, weight, bias."""
+        if self.module is None or self.state is None:
+            return hidden, self.weight, self.bias
+        if self.alone:
+            # As a call of the head, so its gradients are reduced as soon as they are there, while
+            # the backward of the rest goes on.
+            (hidden,), _ = self.state._pre_forward(self.module, (hidden,), {})
+        else:
+            self.state._modules[0].unshard()
+            hidden = hidden.to(self.input_dtype(hidden.dtype))
+        return hidden, _parameter(self.module, "weight"), self.module._parameters["bias"]
+
+    def close(self, hidden: Tensor, loss: Tensor) -> None:
+        """Have the backward of ``loss`` reduce the gradients; if there is none, free the weight.
+
+        Left gathered, later writes to ``parameters()`` would be lost, and an optimizer built on
+        them would train nothing.
+        """
+        if self.state is None:
+            return
+        if self.alone:
+            # Its result would be the loss in the policy's output_dtype, which isn't for losses.
+            self.state._post_forward(self.module, (hidden,), loss)
+        else:
+            # Without it, no hook of FSDP's runs if the hidden state needs no gradient.
+            self.state._register_pre_backward_hook(loss)
+        if not loss.requires_grad:
+            self.state._modules[0].reshard()
+
+
+def find_head(head: Tensor | nn.Module, bias: Tensor | None, where: str) -> Head:
+    """Look up who owns the head, without any communication.
+
+    Raises:
+        ValueError: A module that computes something else, or a bare weight that FSDP has sharded.
+    """
+    if isinstance(head, nn.Module):
+        return _of_module(head, bias, where)
+    if not isinstance(head, Tensor):
+        raise ValueError(
+            f"{where}: head is a {type(head).__name__}, it must be a weight [V, H] or a module"
+        )
+    for given, name in ((head, "weight"), (bias, "bias")):
+        if isinstance(given, DTensor) and any(
+            parameter.sharded_param is given for _, parameter in _fsdp_parameters()
+        ):
+            raise ValueError(
+                f"{where}: the head's {name} is FSDP's shard, whose gradient only FSDP can reduce;"
+                " pass the head module itself (head=model.output), which gathers it"
+            )
+    return Head(head, bias)
+
+
+def local_part(tensor: Tensor, name: str, where: str) -> tuple[Tensor, DeviceMesh | None]:
+    """A weight's or bias's rows on this rank, and the mesh they are split over if they are."""
+    if not isinstance(tensor, DTensor):
+        return tensor, None
+    mesh = split_over(tensor, name, where)
+    local: Tensor = tensor.to_local()
+    return local, mesh
+
+
+def split_over(tensor: Tensor, name: str, where: str) -> DeviceMesh | None:
+    """The 1-D mesh that a gathered weight's rows are split over; None: this rank has them all."""
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if all(isinstance(placement, Replicate) for placement in placements) or mesh.size() == 1:
+        return None
+    # By type: a strided shard has its rows in another order, and is a subclass in some versions.
+    if mesh.ndim == 1 and type(placements[0]) is Shard and placements[0].dim == 0:
+        return mesh
+    raise ValueError(
+        f"{where}: the head's {name} is a DTensor with placements {placements} on a {mesh.ndim}-D"
+        " mesh; it takes Shard(0) (as apply_tp leaves it) or Replicate() on the 1-D tp mesh"
+    )
+
+
+def _of_module(module: nn.Module, bias: Tensor | None, where: str) -> Head:
+    wrong = []
+    if bias is not None:
+        wrong.append("bias was given beside a module, which has its own; leave it out")
+    if not (isinstance(module, nn.Linear) and _has_own_forward(module)):
+        wrong.append(
+            f"{type(module).__name__} has a forward other than nn.Linear's, and only x @ W.T (+ b)"
+            " can be computed here; pass the nn.Linear inside, or ptx.cross_entropy its logits"
+        )
+    elif hooks := _foreign_hooks(module):
+        wrong.append(
+            f"the head has hooks {hooks} that would be skipped; remove them, or use"
+            " ptx.cross_entropy on its logits"
+        )
+    if wrong:
+        raise ValueError(f"{where}: {'; '.join(wrong)}")
+    weight, own_bias = _parameter(module, "weight"), getattr(module, "bias", None)
+    for state, parameter in _fsdp_parameters():
+        info = parameter._module_info
+        names = zip(
+            (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+        )
+        if (module, "weight") in names:
+            alone = tuple(state._modules) == (module,)
+            _require_root(state, module, where)
+            return Head(weight, own_bias, module, state, alone)
+    return Head(weight, own_bias, module)
+
+
+def _has_own_forward(module: nn.Linear) -> bool:
+    if type(module).forward is not nn.Linear.forward:
+        return False
+    override = module.__dict__.get("forward")
+    # apply_fsdp2 puts a check around a root's.
+    return override is None or (
+        inspect.unwrap(override).__globals__["__name__"] == nn.Linear.__module__
+        and override.__globals__["__name__"].startswith("ptx.parallel.")
+    )
+
+
+def _foreign_hooks(module: nn.Module) -> list[str]:
+    hooks = (
+        *module._forward_pre_hooks.values(),
+        *module._forward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+    )
+    return [
+        getattr(hook, "__qualname__", repr(hook))
+        for hook in hooks
+        if not (getattr(hook, "__module__", None) or "").startswith(_KNOWN_HOOKS)
+    ]
+
+
+def _fsdp_parameters() -> Iterator[tuple[Any, Any]]:
+    """Every live FSDP state with each parameter of its groups."""
+    states = {id(state): state for ref in [*_module_state_mapping.values()] if (state := ref())}
+    for state in states.values():
+        for group in getattr(state, "_fsdp_param_groups", ()):  # other wrappers have none
+            for parameter in group.fsdp_params:
+                yield state, parameter
+
+
+def _require_root(state: Any, module: nn.Module, where: str) -> None:
+    """Refuse a head whose model wasn't called yet: FSDP would take the head for the root."""
+    if state._is_root is not None:
+        return
+    for ref in [*_module_state_mapping.values()]:
+        other = ref()
+        if other is None or tuple(getattr(other, "_modules", ())) == (module,):
+            continue
+        if any(module in set(member.modules()) for member in getattr(other, "_modules", ())):
+            raise ValueError(
+                f"{where}: the FSDP model that holds the head was not called yet; compute the"
+                " hidden states by calling it: model(tokens, return_hidden=True)"
+            )
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor:
+    value = getattr(module, name)
+    assert isinstance(value, Tensor)
+    return value

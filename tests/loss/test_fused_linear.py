@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from loss import conformance
+from ptx.loss import _column_stats as column_stats
+from ptx.loss._fused_linear import fused_linear_ce
+from ptx.loss._head_chunks import default_chunk
+
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "logit_scale": 0.7}
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_conformance(chunk: int | None) -> None:
+    for vocab_size in (10, 3):
+        every = vocab_size == 10 and chunk != 1
+        for case in conformance.cases(vocab_size, every_option=every):
+            if case.name != "masked columns":  # -inf, which no finite hidden state can give
+                conformance.check(_identity_head(chunk), case, roundings=2)
+
+
+@pytest.mark.parametrize("block", [1, 50])  # elements: one row at a time; an uneven number of rows
+def test_result_does_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(column_stats, "CPU_BLOCK", block)
+    for case in conformance.cases(7, every_option=False):
+        if case.name != "masked columns":
+            conformance.check(_identity_head(4), case, roundings=2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("extra", [{}, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_every_gradient(
+    reduction: str, extra: dict[str, Any], chunk: int | None, with_bias: bool
+) -> None:
+    hidden, weight, bias, labels = _inputs()
+    options = {"reduction": reduction, "vocab_size": 11, **extra}
+    mine = [t.clone().requires_grad_() for t in (hidden, weight, bias)[: 3 if with_bias else 2]]
+    loss = fused_linear_ce(
+        *mine[:2], labels, bias=mine[2] if with_bias else None, chunk_tokens=chunk, **options
+    )
+    upstream = torch.linspace(0.5, 2.0, loss.numel()).reshape(loss.shape)
+    loss.backward(upstream)
+    want, grads = _reference([hidden, weight, bias][: len(mine)], labels, upstream, **options)
+    _close(loss, want)
+    for tensor, grad in zip(mine, grads):
+        _close(tensor.grad, grad)
+    assert torch.equal(mine[1].grad[11:], torch.zeros(2, 5))
+
+
+def test_module_is_its_weight_and_bias() -> None:
+    hidden, weight, bias, labels = _inputs()
+    for with_bias in (False, True):
+        head = nn.Linear(5, 13, bias=with_bias)
+        head.weight.data.copy_(weight)
+        if with_bias:
+            head.bias.data.copy_(bias)
+        got = fused_linear_ce(hidden, head, labels)
+        got.backward()
+        mine = weight.clone().requires_grad_()
+        want = fused_linear_ce(hidden, mine, labels, bias=bias if with_bias else None)
+        want.backward()
+        assert torch.equal(got, want)
+        assert torch.equal(head.weight.grad, mine.grad)
+
+
+def test_M11_padded_rows_get_no_probability_and_no_gradient() -> None:
+    weight = torch.zeros(8, 4, requires_grad=True)
+    loss = fused_linear_ce(torch.ones(3, 4), weight, torch.tensor([0, 5, -100]), vocab_size=6)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(6), abs=1e-6)
+    assert torch.equal(weight.grad[6:], torch.zeros(2, 4))
+    assert (weight.grad[:6] != 0).all()
+
+
+def test_no_kept_label_gives_zero_loss_and_gradients() -> None:
+    hidden, weight, bias, labels = _inputs()
+    for target, states in ((labels * 0 - 100, hidden), (labels[:, :0], hidden[:, :0])):
+        for reduction in ("mean", "sum", "none"):
+            mine = [t.clone().requires_grad_() for t in (states, weight, bias)]
+            loss = fused_linear_ce(*mine[:2], target, bias=mine[2], reduction=reduction)
+            loss.sum().backward()
+            assert torch.equal(loss, torch.zeros_like(loss))
+            for tensor in mine:
+                assert torch.equal(tensor.grad, torch.zeros_like(tensor))
+
+
+def test_forwards_and_backwards_in_any_order() -> None:
+    hidden, weight, _, labels = _inputs()
+    _, (want_hidden, want_weight) = _reference([hidden, weight], labels, torch.ones(()))
+    mine = [t.clone().requires_grad_() for t in (hidden, weight)]
+    first = fused_linear_ce(*mine, labels, chunk_tokens=3)
+    second = fused_linear_ce(*mine, labels, chunk_tokens=3)
+    assert mine[0].grad is None  # a loss that is never sent backward leaves no trace
+    assert mine[1].grad is None
+    (3 * first - second).backward(retain_graph=True)
+    _close(mine[0].grad, 2 * want_hidden)
+    _close(mine[1].grad, 2 * want_weight)
+    (0.5 * first + second).backward()
+    _close(mine[0].grad, 3.5 * want_hidden)
+    _close(mine[1].grad, 3.5 * want_weight)
+
+
+def test_later_writes_to_the_inputs() -> None:
+    hidden, weight, _, labels = _inputs()
+    mine = [t.clone().requires_grad_() for t in (hidden, weight)]
+    with torch.no_grad():
+        assert not fused_linear_ce(*mine, labels).requires_grad
+        mine[1].mul_(2)
+    loss = fused_linear_ce(*mine, labels)
+    want, grads = _reference([hidden, weight * 2], labels, torch.ones(()))
+    loss.backward(retain_graph=True)
+    _close(loss, want)
+    _close(mine[1].grad, grads[1])
+    with torch.no_grad():
+        mine[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # starts anew, from what is no longer there
+
+
+def test_L09_bf16_error_is_eagers_for_any_number_of_chunks() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(2048, 64).bfloat16()
+    weight = (0.125 * torch.randn(256, 64)).bfloat16()
+    labels = torch.randint(256, (2048,))
+    labels[::10] = -100
+    want, grads = _reference([hidden, weight], labels, torch.ones(()))
+
+    def errors(loss_fn: Any, factor: float) -> list[float]:
+        mine = [t.clone().requires_grad_() for t in (hidden, weight)]
+        loss = loss_fn(*mine)
+        (loss * factor).backward()
+        assert loss.dtype == torch.float32
+        assert abs(loss.item() / want.item() - 1) < 2e-5
+        return [_relative(t.grad, factor * grad) for t, grad in zip(mine, grads)]
+
+    for factor in (1.0, 0.7):
+        eager = errors(lambda h, w: F.cross_entropy((h @ w.t()).float(), labels), factor)
+        one = errors(lambda h, w: fused_linear_ce(h, w, labels, chunk_tokens=2048), factor)
+        for chunk in (512, 64, 8):
+            many = errors(
+                lambda h, w, c=chunk: fused_linear_ce(h, w, labels, chunk_tokens=c), factor
+            )
+            assert many[0] == pytest.approx(one[0], rel=0.02)
+            assert many[1] <= 1.02 * one[1], (chunk, many, one)
+            assert many[0] <= 1.1 * eager[0], (chunk, many, eager)
+            assert many[1] <= 1.1 * eager[1], (chunk, many, eager)
+            print(factor, chunk, many, one, eager)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_autocast_computes_in_bf16_and_returns_float32(chunk: int | None) -> None:
+    hidden, weight, bias, labels = _inputs()
+    mine = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = fused_linear_ce(*mine[:2], labels, bias=mine[2], chunk_tokens=chunk)
+    loss.backward()
+    rounded = [t.bfloat16() for t in (hidden, weight, bias)]
+    want, grads = _reference(rounded, labels, torch.ones(()))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(want.item(), rel=5e-3)
+    for tensor, grad in zip(mine, grads):
+        assert tensor.grad.dtype == torch.float32
+        assert _relative(tensor.grad, grad) < 1e-2
+
+
+def test_matmuls_are_three_two_or_one_and_of_kept_rows_only() -> None:
+    hidden, weight = torch.randn(32, 8), torch.randn(40, 8)
+    labels = torch.randint(40, (32,))
+    half = labels.clone()
+    half[::2] = -100
+    unit = 2 * 32 * 8 * 40
+
+    def flops(labels: Tensor, h: bool, w: bool, **options: Any) -> float:
+        mine = hidden.clone().requires_grad_(h), weight.clone().requires_grad_(w)
+        with FlopCounterMode(display=False) as counter:
+            loss = fused_linear_ce(*mine, labels, chunk_tokens=5, **options)
+            if loss.requires_grad:
+                loss.sum().backward()
+        return counter.get_total_flops() / unit
+
+    assert flops(labels, True, True) == 3
+    assert flops(labels, True, False) == flops(labels, False, True) == 2
+    assert flops(labels, False, False) == 1
+    assert flops(half, True, True) == 1.5
+    assert flops(labels, True, True, reduction="none") == 4
+    with torch.no_grad():
+        assert flops(labels, True, True) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_tensor_is_larger_than_a_chunk_of_logits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, reduction: str
+) -> None:
+    width, vocab_size, chunk = 8, 300, 16
+    monkeypatch.setattr(column_stats, "CPU_BLOCK", 4 * vocab_size)
+    hidden = torch.randn(8 * chunk, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab_size, width, dtype=dtype, requires_grad=True)
+    labels = torch.randint(vocab_size, (8 * chunk,))
+    with _Shapes() as seen:
+        loss = fused_linear_ce(hidden, weight, labels, chunk_tokens=chunk, reduction=reduction)
+        torch.autograd.grad(loss.sum(), (hidden, weight))
+    largest = max(math.prod(shape) for shape in seen.shapes if shape != weight.shape)
+    assert largest == chunk * vocab_size
+    # The weight, its gradient, and for bf16 a sum in float32.
+    assert len(seen.allocated(weight.shape)) == (2 if dtype == torch.float32 else 3)
+
+
+def test_default_chunk_fits_the_weight() -> None:
+    assert default_chunk(2048, 1024) == 1024
+    assert default_chunk(2048, 256) == 256
+    assert default_chunk(1100, 1024) == 560  # two of like size, not 1024 and 76
+    assert default_chunk(100, 1024) == 112
+    assert default_chunk(0, 64) == 1
+
+
+def test_fake_tensors_see_no_shape_that_depends_on_data() -> None:
+    with FakeTensorMode():
+        hidden = torch.empty(2, 7, 8, requires_grad=True)
+        weight = torch.empty(40, 8, requires_grad=True)
+        labels = torch.empty(2, 7, dtype=torch.int64)
+        for reduction in ("mean", "none"):
+            loss = fused_linear_ce(hidden, weight, labels, chunk_tokens=4, reduction=reduction)
+            loss.sum().backward()
+            assert hidden.grad.shape == hidden.shape
+            assert weight.grad.shape == weight.shape
+
+
+def test_rows_kept_though_ignored_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What accelerators do, where dropping rows would need a sync."""
+    monkeypatch.setattr("ptx.loss._fused_linear.can_read", lambda _: False)
+    for case in conformance.cases(7, every_option=False):
+        if case.name != "masked columns":
+            conformance.check(_identity_head(4), case, roundings=2)
+
+
+def test_wrong_arguments() -> None:
+    hidden, weight, bias, labels = _inputs()
+    with pytest.raises(ValueError, match=r"\[\.\.\., H\] and \[V, H\]"):
+        fused_linear_ce(hidden[..., :4], weight, labels)
+    with pytest.raises(
+        ValueError, match=r"bias \(4,\) must be \[V\].*vocab_size=14 .*chunk_tokens=0"
+    ):
+        fused_linear_ce(hidden, weight, labels, bias=bias[:4], vocab_size=14, chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"hidden is torch\.bfloat16, the head torch\.float32"):
+        fused_linear_ce(hidden.bfloat16(), weight, labels)
+    with pytest.raises(ValueError, match=r"fused_linear_ce: labels \(2, 6\) must match"):
+        fused_linear_ce(hidden, weight, labels[:, 1:])
+    with pytest.raises(ValueError, match=r"\[0, 10\).* the first is 10"):
+        fused_linear_ce(hidden, weight, labels, vocab_size=10)
+    with pytest.raises(ValueError, match="fused_linear_ce: reduction='avg'"):
+        fused_linear_ce(hidden, weight, labels, reduction="avg")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be a weight"):
+        fused_linear_ce(hidden, "head", labels)  # type: ignore[arg-type]
+
+
+def test_a_module_that_computes_something_else_is_refused() -> None:
+    hidden, _, bias, labels = _inputs()
+    linear = nn.Linear(5, 13)
+    with pytest.raises(ValueError, match="bias was given beside a module"):
+        fused_linear_ce(hidden, linear, labels, bias=bias)
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    replaced = copy.deepcopy(linear)
+    replaced.forward = lambda x: x  # type: ignore[method-assign]
+    for other in (Scaled(5, 13), nn.Sequential(linear), replaced):
+        with pytest.raises(ValueError, match=r"a forward other than nn\.Linear's"):
+            fused_linear_ce(hidden, other, labels)
+
+    def watch(*_: Any) -> None:
+        return None
+
+    for register in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        hooked = copy.deepcopy(linear)
+        handle = getattr(hooked, f"register_{register}_hook")(watch)
+        with pytest.raises(ValueError, match=r"hooks \[.*watch"):
+            fused_linear_ce(hidden, hooked, labels)
+        handle.remove()
+        fused_linear_ce(hidden, hooked, labels)
+
+
+def _identity_head(chunk: int | None) -> Any:
+    """The loss as `conformance` calls it: hidden states that are the logits."""
+
+    def loss(logits: Tensor, labels: Tensor, *, vocab_size: int, **options: Any) -> Tensor:
+        head = torch.eye(logits.shape[-1], dtype=logits.dtype)
+        return fused_linear_ce(
+            logits, head, labels, vocab_size=vocab_size, chunk_tokens=chunk, **options
+        )
+
+    return loss
+
+
+def _inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden [2, 7, 5] that isn't contiguous, weight [13, 5], bias, labels with two ignored."""
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 2, 5).transpose(0, 1)
+    labels = torch.randint(11, (2, 7))
+    labels[0, 0], labels[0, 1], labels[1, 2] = 0, 10, 10
+    labels[0, 2] = labels[1, 6] = -100
+    return hidden, torch.randn(13, 5), torch.randn(13), labels
+
+
+def _reference(
+    tensors: list[Tensor], labels: Tensor, upstream: Tensor, **options: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients of hidden, weight and perhaps bias, in float64 on one process."""
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    options.setdefault("vocab_size", tensors[1].shape[0])
+    loss = conformance.reference(F.linear(*exact), labels, **options)
+    return loss.detach(), list(torch.autograd.grad(loss, exact, upstream.double()))
+
+
+def _close(got: Tensor | None, want: Tensor, tolerance: float = 1e-6) -> None:
+    assert got is not None
+    assert got.shape == want.shape
+    error = (got.detach().double() - want).abs().max() / want.abs().max().clamp(min=1e-30)
+    assert error <= tolerance, f"off by {float(error):.2e}"
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+class _Shapes(TorchDispatchMode):
+    """The shapes of all tensors that come out of an op, and the storages behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[torch.Size] = set()
+        self.storages: dict[int, torch.Size] = {}
+        self.alive: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in [out] if isinstance(out, Tensor) else []:
+            self.shapes.add(tensor.shape)
+            self.alive.append(tensor)
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            if size == tensor.numel():
+                self.storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.shape)
+        return out
+
+    def allocated(self, shape: torch.Size) -> list[int]:
+        return [at for at, of in self.storages.items() if of == shape]
