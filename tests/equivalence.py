@@ -10,7 +10,6 @@ plain torch: the unwrapped model, ``F.cross_entropy`` of the whole batch, torch'
 from __future__ import annotations
 
 import hashlib
-import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -108,8 +107,6 @@ def train_on_mesh(
     optimizers: tuple[str, ...] = OPTIMIZERS,
 ) -> list[Outcome]:
     """What a user writes; runs on every rank of an initialised world, for each (variant, execution)."""
-    # Dynamo looks at every input's gradient, also of activations, and torch warns about that.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     mesh = ptx.build_mesh(**MESHES[mesh_name], device_type="cpu")
     return [_train_on_mesh(mesh, VARIANTS[name], how, bf16, optimizers) for name, how in cells]
 

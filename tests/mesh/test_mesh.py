@@ -1,6 +1,7 @@
 import itertools
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,3 +184,32 @@ def test_D04_tp_ranks_read_the_same_sample():
 
     assert [sample_index(rank, tp=2) for rank in range(4)] == [0, 0, 1, 1]
     assert [sample_index(rank, dp_replicate=2) for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_seed_ranks_means_the_same_for_any_integer_type():
+    with _fake_world(0, 2):
+        mesh = build_mesh(device_type="cpu")
+        draws = []
+        for step in (3, np.int64(3), torch.tensor(3)):
+            seed_ranks(mesh, 0, step=step)
+            draws.append(torch.rand(3))
+        assert torch.equal(draws[0], draws[1])
+        assert torch.equal(draws[0], draws[2])
+        with pytest.raises(TypeError, match="bool"):
+            seed_ranks(mesh, True)
+        with pytest.raises(TypeError):
+            seed_ranks(mesh, 0, step=1.0)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"tp": 2.0}, "tp=2.0"),
+        ({"tp": "2"}, "tp='2'"),
+        ({"tp": True}, "tp=True"),
+        ({"cp": None}, "cp=None"),
+    ],
+)
+def test_degrees_must_be_integers(degrees, message):
+    with _fake_world(0, 8), pytest.raises(ValueError, match=f"must be integers.*{message}"):
+        build_mesh(**degrees, device_type="cpu")

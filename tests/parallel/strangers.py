@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -64,7 +64,7 @@ class SplitFused(ParallelStyle):
         self.parts = parts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        hold_whole(module, device_mesh)
+        Replicated()._apply(module, device_mesh)
         module.__class__, module.parts = SplitFusedLinear, self.parts
         return module
 
@@ -81,37 +81,6 @@ class SplitFusedLinear(nn.Linear):
         local = whole.to_local(grad_placements=[Partial()])
         parts = local.unflatten(0, (self.parts, mesh.size(), -1))
         return parts[:, mesh.get_local_rank()].flatten(0, 1)
-
-
-class Whole(ParallelStyle):
-    """What no earlier key took is whole on every rank, and its modules compute with plain tensors."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for part in module.modules():
-            if hold_whole(part, device_mesh):
-                part.__class__ = plain_inside(type(part))
-        return module
-
-
-def hold_whole(module: nn.Module, mesh: DeviceMesh) -> bool:
-    """Make the module's own parameters replicated DTensors; whether there were any."""
-    plain = {n: p for n, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)}
-    for name, parameter in plain.items():
-        whole = distribute_tensor(parameter.data, mesh, [Replicate()])
-        module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
-    return bool(plain)
-
-
-@functools.cache  # one class for all blocks: find_blocks knows them by it
-def plain_inside(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass in which ``self.weight`` is a plain tensor, while FSDP has it gathered."""
-
-    def get(self: nn.Module, name: str) -> Any:
-        value = kind.__getattr__(self, name)
-        gathered = isinstance(value, DTensor) and value.placements == (Replicate(),)
-        return value.to_local() if gathered else value
-
-    return type(kind.__name__, (kind,), {"__getattr__": get})
 
 
 # A GPT-2-like model
@@ -361,7 +330,7 @@ class Fourier(nn.Module):
         self.score = nn.Linear(DIM, 1)
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:  # [B, S, 5] -> [B]
-        return self.score(self.mlp(torch.cos((first - second) @ self.waves)).mean(1)).squeeze(-1)
+        return self.score(self.mlp(torch.cos((first - second) @ self.waves)).mean(1)).sum(-1)
 
 
 def mlp_plan(_: nn.Module) -> Plan:
@@ -369,12 +338,12 @@ def mlp_plan(_: nn.Module) -> Plan:
     return {
         "encoder.stages.*.blocks.*.mlp.up": ColwiseParallel(),
         "encoder.stages.*.blocks.*.mlp.down": RowwiseParallel(),
-        "": Whole(),
+        "": Replicated(),
     }
 
 
 def fourier_plan(_: nn.Module) -> Plan:
-    return {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel(), "": Whole()}
+    return {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel(), "": Replicated()}
 
 
 def pair_batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -440,12 +409,8 @@ def vit_plan(_: nn.Module) -> Plan:
         "blocks.*.attn.out": RowwiseParallel(),
         "blocks.*.mlp.up": ColwiseParallel(),
         "blocks.*.mlp.down": RowwiseParallel(),
-        "": Whole(),
+        "": Replicated(),
     }
-
-
-def vit_plan_by_ptx_alone(model: nn.Module) -> Plan:
-    return {**vit_plan(model), "": Replicated()}
 
 
 class ResidualBlock(nn.Module):
@@ -510,7 +475,8 @@ STRANGERS = {
     "llama": Stranger(functools.partial(llama, tied=False), plan=ptx.tp_plan, **_TOKENS),
     "llama, tied": Stranger(functools.partial(llama, tied=True), plan=ptx.tp_plan, **_TOKENS),
     "twins": Stranger(Twins, plan=mlp_plan, init=init_twins, fsdp=_TWIN_UNITS, **_PAIRS),
-    "twins, recurrent": Stranger(_RECURRENT_TWINS, init=init_twins, **_PAIRS),
+    "twins, recurrent": Stranger(_RECURRENT_TWINS, plan=mlp_plan, init=init_twins, **_PAIRS),
+    "random buffer": Stranger(Fourier, plan=fourier_plan, meta=False, fsdp={"units": []}, **_PAIRS),
     "vit": Stranger(Vit, plan=vit_plan, **_IMAGES),
     "convnet": Stranger(ConvNet, meta=False, **_IMAGES),
 }
@@ -518,13 +484,4 @@ STRANGERS = {
 # What a user could write and ptx can't know to be wrong.
 WRONG = {
     "gpt, fused matrix cut": Stranger(Gpt, plan=gpt_plan_cut_through_the_fused_matrix, **_GPT),
-}
-
-# What should be exact over tp and isn't.
-NOT_YET = {
-    "twins, recurrent, over tp": Stranger(
-        _RECURRENT_TWINS, plan=mlp_plan, init=init_twins, **_PAIRS
-    ),
-    "random buffer": Stranger(Fourier, plan=fourier_plan, meta=False, **_PAIRS),
-    "vit, by ptx alone": Stranger(Vit, plan=vit_plan_by_ptx_alone, **_IMAGES),
 }

@@ -310,6 +310,8 @@ def test_wrong_calls_are_refused_with_all_their_reasons():
         ValueError, match=r"mode must be 'full', 'selective' or a policy .* got 'block'"
     ):
         apply_ac(build(), "block")
+    with pytest.raises(ValueError, match="mode must be"):
+        apply_ac(build(), [torch.ops.aten.mm.default])
     with pytest.raises(ValueError, match=r"'layer.0' matches nothing; closest: 'layers"):
         apply_ac(build(), "full", units=["layer.0"])
     model = apply_ac(build(), "full", units=["layers.0", "layers.1.attention"])
@@ -470,3 +472,12 @@ def test_selective_repeats_no_sum_over_ranks():
                 torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-4, atol=1e-6)
         assert calls["selective"].count(sums) == calls[None].count(sums)
         assert calls["full"].count(sums) == calls[None].count(sums) + 3  # of wo; w2 comes last
+
+
+@distributed(world_size=1)
+def test_apply_tp_after_it_is_refused():
+    mesh = build_mesh(device_type="cpu")
+    for step in (lambda m: apply_ac(m, "full"), lambda m: apply_compile(m, backend="eager")):
+        model = step(Transformer(ModelArgs(dim=8, n_layers=2, n_heads=2, vocab_size=7)))
+        with pytest.raises(ValueError, match="apply_ac / apply_compile; call apply_tp before it"):
+            apply_tp(model, mesh["tp"])

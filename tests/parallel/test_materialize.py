@@ -2,33 +2,46 @@
 
 import hashlib
 import math
+import weakref
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.init
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.init import trunc_normal_  # a copy of the name, as user code has
+from torch.nn.utils import prune
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    CLIPTextConfig,
+    CLIPTextModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from harness import distributed, run
 from ptx._names import clean_name
 from ptx.mesh import build_mesh, fsdp_mesh
 from ptx.model import ModelArgs, Transformer
-from ptx.parallel import _init_draw, apply_fsdp2, apply_tp, materialize
+from ptx.parallel import _init_draw, _init_place, apply_fsdp2, apply_tp, materialize
+from ptx.parallel._init_classes import _original, original_classes
 from ptx.parallel._materialize import _offloaded
+from ptx.parallel._tp_styles import HeadParallel, Replicated
 
 MESHES = {
     "dp_shard 2": dict(dp_shard=2),
@@ -549,6 +562,271 @@ def test_transformers_inside_another_module_and_again_after_a_failure():
     assert abs(model.lm.lm_head.weight.std() - 0.02) < 0.005
 
 
+IDS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+FAMILIES = {
+    # Formulas in modules without parameters of their own.
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, vocab_size=ROWS)
+    ),
+    "clip text": lambda: CLIPTextModel(
+        CLIPTextConfig(**SIZES, vocab_size=ROWS, max_position_embeddings=8, **IDS)
+    ),
+    "siglip": lambda: SiglipVisionModel(SiglipVisionConfig(**SIZES, image_size=8, patch_size=4)),
+    "bert": lambda: BertForMaskedLM(
+        BertConfig(**SIZES, vocab_size=ROWS, max_position_embeddings=8)
+    ),
+    "llama": MODELS["llama"],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@distributed(world_size=1)
+def test_transformers_families_are_the_same_when_fsdp_replaced_their_classes(family):
+    want = hashes(materialize(on_meta(FAMILIES[family]), "cpu", seed=0))
+    model = on_meta(FAMILIES[family])
+    apply_fsdp2(model, fsdp_mesh(build_mesh(device_type="cpu")))
+    wrapped = [type(m) for m in model.modules()]
+    assert hashes(materialize(model, "cpu", seed=0)) == want
+    assert [type(m) for m in model.modules()] == wrapped
+    inside = nn.Sequential(on_meta(FAMILIES[family]))
+    fully_shard(inside[0], mesh=fsdp_mesh(build_mesh(device_type="cpu")))
+    materialize(inside, "cpu", seed=0, init=lambda m: m[0].initialize_weights())
+    got = dict(inside[0].named_parameters())
+    alone = nn.Sequential(on_meta(FAMILIES[family]))
+    materialize(alone, "cpu", seed=0)
+    for name, p in alone[0].named_parameters():
+        assert torch.equal(whole(got[name]), p), name
+
+
+@pytest.mark.parametrize("name", ["t5", "clip text"])
+def test_transformers_families_are_the_same_when_checkpointed(name):
+    want = hashes(materialize(on_meta(FAMILIES[name]), "cpu", seed=0))
+    model = on_meta(FAMILIES[name])
+    for owner in list(model.modules()):
+        for key, child in owner.named_children():
+            if type(child).__name__ in ("T5Block", "T5LayerNorm", "CLIPEncoderLayer", "Linear"):
+                setattr(owner, key, checkpoint_wrapper(child))
+    model = checkpoint_wrapper(model)
+    materialize(model, "cpu", seed=0)
+    assert {clean_name(n): value for n, value in hashes(model).items()} == want
+
+
+def by_exact_class(model):
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            nn.init.normal_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif type(module).__name__ == "LayerNorm":
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+
+
+@distributed(world_size=2)
+def test_initialisations_see_the_classes_that_the_author_wrote():
+    def make():
+        return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.Linear(4, 2))
+
+    want = hashes(materialize(on_meta(make), "cpu", seed=0, init=by_exact_class))
+    mesh = build_mesh(dp_shard=1, tp=2, device_type="cpu")
+    model = on_meta(make)
+    plan = {"0": HeadParallel(1, replicate=True), "1": Replicated(), "3": Replicated()}
+    for name, style in plan.items():
+        style._apply(model.get_submodule(name), mesh["tp"])
+    for part in (*model, model):
+        fully_shard(part, mesh=fsdp_mesh(mesh))
+    wrapped = [type(m) for m in model.modules()]
+    assert not {nn.Linear, nn.LayerNorm} & set(wrapped)
+    with pytest.raises(ZeroDivisionError):
+        materialize(model, "cpu", seed=0, init=lambda m: 1 / 0)
+    assert [type(m) for m in model.modules()] == wrapped
+    assert all(p.is_meta for p in model.parameters())
+    materialize(model, "cpu", seed=0, init=by_exact_class)
+    assert hashes(model) == want
+    assert [type(m) for m in model.modules()] == wrapped
+
+
+def test_classes_that_users_wrote_are_left_alone():
+    class Model(nn.Linear):
+        __qualname__ = "Model"
+
+    class Grown(Model):  # as a notebook's `class Model(Model)`
+        __qualname__ = "Model"
+
+        def init_weights(self):
+            pass
+
+    class Methods(FSDPModule, nn.Linear):
+        pass
+
+    wrapper = checkpoint_wrapper(nn.Linear(2, 2))
+    for module in (Grown(2, 2), wrapper):
+        kind = type(module)
+        with original_classes(module):
+            assert type(module) is kind
+    assert _original(Methods) is Methods
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind):
+    model = on_meta(lambda: nn.Sequential(nn.Embedding(5, 4), kind(4, 3, 2, bidirectional=True)))
+    before = list(model.parameters())
+    with pytest.raises(ZeroDivisionError):
+        materialize(model, "cpu", seed=0, init=lambda m: 1 / 0)
+    assert all(p.is_meta for p in before)
+    materialize(model, "cpu", seed=0)
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    rnn = model[1]
+    assert all(0 < p.abs().max() <= 3**-0.5 for p in rnn.parameters())
+    x = model[0](torch.tensor([[0, 3, 1]]))
+    plain = kind(4, 3, 2, bidirectional=True)
+    plain.load_state_dict(rnn.state_dict())
+    torch.testing.assert_close(rnn(x)[0], plain(x)[0])
+    with torch.no_grad():  # what the forward uses are the parameters
+        rnn.weight_hh_l0.zero_()
+        rnn.bias_hh_l0 = nn.Parameter(torch.ones_like(rnn.bias_hh_l0))
+    plain.load_state_dict(rnn.state_dict())
+    torch.testing.assert_close(rnn(x)[0], plain(x)[0])
+    assert rnn(x)[0].sum().backward() is None
+    assert rnn.weight_ih_l0.grad is not None
+
+
+@distributed(world_size=2)
+def test_recurrent_layers_under_fsdp():
+    def make():
+        return nn.Sequential(nn.Embedding(5, 4), nn.LSTM(4, 3, 2), Stranger())
+
+    model = on_meta(make)
+    fully_shard(model, mesh=fsdp_mesh(build_mesh(dp_shard=2, device_type="cpu")))
+    want = on_meta(make)
+    for m in (model, want):
+        with pytest.raises(ValueError, match="freqs"):
+            materialize(m, "cpu", seed=0)
+        m[2] = nn.Identity()
+        materialize(m, "cpu", seed=0)
+    assert hashes(model) == hashes(want)
+
+
+def all_on_meta(model):
+    tensors = [*model.parameters(), *model.buffers()]
+    return all(t.is_meta for t in tensors)
+
+
+HOLDS = {
+    "weak": (lambda w: weakref.ref(w), "weak references to it"),
+    "view": (lambda w: w[0], "views or graphs of it"),
+    "quiet view": (lambda w: w.detach(), None),
+    "graph": (lambda w: (w * 2).sum(), None),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+def test_what_holds_a_parameter_is_refused_before_anything_changes(hold):
+    make, words = HOLDS[hold]
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2), nn.Linear(2, 3)))
+    held = make(model[2].weight)
+    with pytest.raises(ValueError, match=rf"2\.weight: .*{words}") if words else nullcontext():
+        materialize(model, "cpu", seed=0)
+    assert all_on_meta(model) == bool(words)
+    del held
+    materialize(model, "cpu", seed=0)
+    assert not all_on_meta(model)
+
+
+@distributed(world_size=1)
+def test_what_holds_a_sharded_parameter_is_refused_before_anything_changes():
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
+    fully_shard(model, mesh=fsdp_mesh(build_mesh(device_type="cpu")))
+    held = weakref.ref(model[1].weight)
+    with pytest.raises(ValueError, match=r"1\.weight: .*weak references"):
+        materialize(model, "cpu", seed=0)
+    assert all_on_meta(model)
+    assert held() is model[1].weight
+
+
+@pytest.mark.parametrize("fails", ["parameter", "buffer"])
+def test_an_error_while_tensors_are_made_leaves_the_model_on_meta(fails, monkeypatch):
+    def out_of_memory(*_, **__):
+        raise torch.OutOfMemoryError("full")
+
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Rotary(), nn.Linear(2, 2)))
+    model[1].limit = torch.tensor(64)
+    before = [*model.parameters(), *model.buffers()]
+    if fails == "parameter":
+        draw, calls = _init_draw.draw, []
+
+        def third(*args, **kwargs):
+            calls.append(1)
+            return (draw if len(calls) < 3 else out_of_memory)(*args, **kwargs)
+
+        monkeypatch.setattr(_init_draw, "draw", third)
+    else:
+        monkeypatch.setattr(_init_place, "_placed", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        materialize(model, "cpu", seed=0)
+    after = [*model.parameters(), *model.buffers()]
+    assert all(a is b for a, b in zip(after, before, strict=True))
+    assert all(t.is_meta for t in after if t is not model[1].limit)
+
+
+def test_hooks_on_parameters_are_kept():
+    model, seen = nn.Linear(2, 2, device="meta"), []
+    model.weight.register_hook(lambda grad: seen.append("gradient"))
+    model.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    removed = model.bias.register_hook(lambda grad: seen.append("removed"))
+    materialize(model, "cpu", seed=0)
+    removed.remove()
+    model(torch.ones(1, 2)).sum().backward()
+    assert seen == ["gradient", "accumulated"]
+
+
+class Orthogonal(nn.Linear):
+    def reset_parameters(self):
+        nn.init.orthogonal_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (nn.utils.weight_norm, "0.weight: not a parameter, WeightNorm of torch.nn.utils computes"),
+        (nn.utils.spectral_norm, "0.weight: not a parameter, SpectralNorm of torch.nn.utils"),
+        (lambda m: prune.random_unstructured(m, "bias", 0.5), "0.bias: not a parameter, Random"),
+        (nn.utils.parametrizations.weight_norm, "needs the values of a whole parameter"),
+        (lambda m: Orthogonal(2, 2, device=m.weight.device), "'0.weight': .* needs the values"),
+    ],
+)
+def test_the_advice_to_build_a_part_on_a_real_device_works(wrap, words):
+    # Made real and back, as some of them compute at once.
+    model = nn.Sequential(wrap(nn.Linear(2, 2)), nn.Linear(2, 2)).to("meta")
+    for init in (None, act_on_parameters):
+        if init is None or words.startswith("0."):
+            with pytest.raises(
+                ValueError, match=f"(?s){words}.* real device: real tensors keep"
+            ) as e:
+                materialize(model, "cpu", seed=0, init=init)
+            assert "register it as a buffer" not in str(e.value)
+            assert all_on_meta(model)
+    layer = wrap(nn.Linear(2, 2))
+    want, x = layer(torch.ones(1, 2)), torch.ones(1, 2)
+    model = nn.Sequential(layer.eval(), nn.Linear(2, 2, device="meta"))
+    materialize(model, "cpu", seed=0)
+    if wrap is not nn.utils.spectral_norm:  # it iterates in training
+        assert torch.equal(model[0](x), want)
+    assert model(x).isfinite().all()
+
+
+def act_on_parameters(model):
+    for p in model.parameters():
+        p.normal_()
+
+
+@pytest.mark.parametrize("seed", [np.int64(3), np.uint8(3), torch.tensor(3)])
+def test_any_integer_is_a_seed(seed):
+    a, b = (materialize(nn.Linear(4, 4, device="meta"), "cpu", seed=s) for s in (3, seed))
+    assert hashes(a) == hashes(b)
+
+
 def moments(t):
     t = t.double()
     return torch.stack([t.mean(), t.std(), t.pow(3).mean(), t.abs().mean()])
@@ -698,6 +976,10 @@ def test_a_reference_kept_by_the_initialisation_says_so():
         (dict(device="meta", seed=0), "device is meta"),
         (dict(device="cpu", seed=0.5), "seed must be an int"),
         (dict(device="cpu", seed=True), "seed must be an int"),
+        (dict(device="cpu", seed="3"), "seed must be an int"),
+        (dict(device="cpu", seed=np.float64(3)), "seed must be an int"),
+        (dict(device="cpu", seed=np.bool_(True)), "seed must be an int"),
+        (dict(device="cpu", seed=torch.tensor(True)), "seed must be an int"),
         (dict(device="cpu", seed=0, init="normal"), "init must be a function"),
     ],
 )

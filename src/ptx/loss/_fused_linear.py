@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ptx._checks import can_read
 from ptx.loss._column_stats import real_columns
 from ptx.loss._head import Head, find_head, local_part, split_over
 from ptx.loss._head_chunks import (
@@ -23,7 +24,7 @@ from ptx.loss._head_chunks import (
     losses_and_gradients,
     losses_of,
 )
-from ptx.loss._labels import can_read, flat_labels, require_classes
+from ptx.loss._labels import flat_labels, require_classes
 from ptx.loss._options import LossOptions, Reduction, loss_dtype
 
 WHERE = "fused_linear_ce"
@@ -216,6 +217,11 @@ def _check(
         wrong.append(
             f"hidden is {hidden.dtype}, the head {head.dtype()}; cast one, or use autocast or a"
             " MixedPrecisionPolicy"
+        )
+    if not head.is_ready():
+        wrong.append(
+            "the FSDP model that holds the head was not called yet; compute the hidden states by"
+            " calling it: model(tokens, return_hidden=True)"
         )
     if vocab_size is not None and not 0 < vocab_size <= weight.shape[0]:
         wrong.append(f"vocab_size={vocab_size} must be in [1, V={weight.shape[0]}]")

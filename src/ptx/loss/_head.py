@@ -50,6 +50,20 @@ class Head:
             return self.weight.dtype
         return self.state._mp_policy.param_dtype or self.weight.dtype
 
+    def is_ready(self) -> bool:
+        """Whether the FSDP model that holds the head was called: till then it has no root.
+
+        A head that is called first would become one itself.
+        """
+        if self.module is None or self.state is None or self.state._is_root is not None:
+            return True
+        owners = {id(m): m for state in _fsdp_states() for m in state._modules}
+        return not any(
+            self.module in set(owner.modules())
+            for owner in owners.values()
+            if owner is not self.module
+        )
+
     def open(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gather what FSDP has sharded: ``hidden`` as the head would see it, weight, bias."""
         if self.module is None or self.state is None:
@@ -153,7 +167,6 @@ def _of_module(module: nn.Module, bias: Tensor | None, where: str) -> Head:
         )
         if (module, "weight") in names:
             alone = tuple(state._modules) == (module,)
-            _require_root(state, module, where)
             return Head(weight, own_bias, module, state, alone)
     return Head(weight, own_bias, module)
 
@@ -183,28 +196,17 @@ def _foreign_hooks(module: nn.Module) -> list[str]:
     ]
 
 
+def _fsdp_states() -> list[Any]:
+    states = {id(state): state for ref in [*_module_state_mapping.values()] if (state := ref())}
+    return [state for state in states.values() if hasattr(state, "_fsdp_param_groups")]
+
+
 def _fsdp_parameters() -> Iterator[tuple[Any, Any]]:
     """Every live FSDP state with each parameter of its groups."""
-    states = {id(state): state for ref in [*_module_state_mapping.values()] if (state := ref())}
-    for state in states.values():
-        for group in getattr(state, "_fsdp_param_groups", ()):  # other wrappers have none
+    for state in _fsdp_states():
+        for group in state._fsdp_param_groups:
             for parameter in group.fsdp_params:
                 yield state, parameter
-
-
-def _require_root(state: Any, module: nn.Module, where: str) -> None:
-    """Refuse a head whose model wasn't called yet: FSDP would take the head for the root."""
-    if state._is_root is not None:
-        return
-    for ref in [*_module_state_mapping.values()]:
-        other = ref()
-        if other is None or tuple(getattr(other, "_modules", ())) == (module,):
-            continue
-        if any(module in set(member.modules()) for member in getattr(other, "_modules", ())):
-            raise ValueError(
-                f"{where}: the FSDP model that holds the head was not called yet; compute the"
-                " hidden states by calling it: model(tokens, return_hidden=True)"
-            )
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ptx._checks import can_read
 from ptx.loss._column_stats import (
     MAX,
     SUM_EXP,
@@ -19,7 +20,6 @@ from ptx.loss._column_stats import (
     merge_stats,
     row_blocks,
 )
-from ptx.loss._labels import can_read
 from ptx.loss._options import LossOptions, loss_dtype, shape_logits
 
 # Below, reading the weight and adding up its gradient would cost as much as the matmuls.
@@ -102,7 +102,7 @@ class Gradients:
         if needs.hidden:
             # Rows that aren't computed must come out as 0.
             allocate = hidden.new_empty if task.rows is None else hidden.new_zeros
-            self.hidden = allocate(hidden.shape, dtype=dtype)
+            self.hidden = allocate(hidden.shape)
         if needs.weight:
             self.weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
             self.weight[task.mine if task.labels.numel() else 0 :] = 0.0
@@ -185,12 +185,11 @@ class Gradients:
                 weight.mul_(factor)
             if self.label_rows is not None:  # a row that several labels meet is written as often
                 weight[columns] = sums.to(self.dtype)
-        hidden = self.hidden
-        if hidden is not None:
-            hidden = (hidden.mul_(factor) if changes else hidden).to(self.dtype)
+        if self.hidden is not None and changes:
+            self.hidden.mul_(factor)
         if self.bias is not None and self.bias_sum is not None:
             self.bias.copy_(self.bias_sum * factor)
-        return hidden, weight, self.bias
+        return self.hidden, weight, self.bias
 
 
 def default_chunk(tokens: int, width: int) -> int:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from ptx._checks import refuse_where
+
 
 def flat_labels(labels: Tensor, shape: Sequence[int], where: str) -> Tensor:
     """``labels`` as a plain int64 tensor [N]; ``shape`` is the logits' without their last dim.
@@ -45,21 +47,9 @@ def out_of_range(labels: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
 
 
 def require_classes(labels: Tensor, vocab_size: int, ignore_index: int, where: str) -> None:
-    """Refuse labels that are neither a class nor ignored, before any collective.
-
-    ValueError on CPU. On accelerators, under ``torch.compile`` and for fake tensors a value can't
-    be read without a sync (or at all), so there it is an assertion on the device.
-    """
+    """Refuse labels that are neither a class nor ignored, before any collective."""
     bad = out_of_range(labels, vocab_size, ignore_index)
-    if not can_read(labels):
-        # Private, but the one assertion that doesn't wait for the device.
-        torch._assert_async(~bad.any(), range_message(vocab_size, ignore_index, where))
-    elif bad.any():
-        values = labels[bad]
-        raise ValueError(
-            f"{range_message(vocab_size, ignore_index, where)}; {values.numel()} of"
-            f" {labels.numel()} are not, the first is {int(values[0])}"
-        )
+    refuse_where(bad, labels, range_message(vocab_size, ignore_index, where))
 
 
 def range_message(vocab_size: int, ignore_index: int, where: str) -> str:
@@ -67,10 +57,3 @@ def range_message(vocab_size: int, ignore_index: int, where: str) -> str:
         f"{where}: labels must be in [0, {vocab_size}) or ignore_index={ignore_index}"
         " (is the tokenizer larger than the vocabulary of the model?)"
     )
-
-
-def can_read(tensor: Tensor) -> bool:
-    """Whether a value can be read at no cost: a real tensor on CPU, outside a compiler."""
-    # Fake and functional tensors are subclasses; there is no public way to ask.
-    is_real = tensor.device.type == "cpu" and type(tensor) is Tensor
-    return is_real and not torch.compiler.is_compiling()

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ptx.loss._labels import can_read, class_ids, out_of_range, range_message
+from ptx._checks import can_read
+from ptx.loss._labels import class_ids, out_of_range, range_message
 
 
 def token_scale(
@@ -57,6 +58,11 @@ def token_scale(
     if not window:
         raise ValueError("token_scale: labels are an empty list; pass those of every micro-batch")
     for part in window:
+        if not isinstance(part, Tensor):
+            raise ValueError(
+                f"token_scale: labels hold a {type(part).__name__}; pass a tensor, or a flat list of"
+                " the tensors of a window"
+            )
         if isinstance(part, DTensor):
             raise ValueError(
                 f"token_scale: labels are a DTensor with placements {part.placements}; pass the"

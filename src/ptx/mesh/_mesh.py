@@ -49,7 +49,7 @@ def build_mesh(
         A plain DeviceMesh with dims ``("pp", "dp_replicate", "dp_shard", "cp", "tp")``, to be sliced: ``mesh["tp"]``.
 
     Raises:
-        ValueError: A degree below 1, two that are -1, or a product that isn't the world size.
+        ValueError: A degree that is no integer or below 1, two that are -1, or a product that isn't the world size.
 
     Cost: one process group per dim and rank, no communication of tensors.
     """
@@ -67,7 +67,9 @@ def build_mesh(
 
 def resolve_degrees(degrees: dict[str, int], world_size: int) -> tuple[int, ...]:
     """The size of each dim, -1 replaced; raises ValueError as `build_mesh` says."""
-    given = ", ".join(f"{name}={degree}" for name, degree in degrees.items())
+    given = ", ".join(f"{name}={degree!r}" for name, degree in degrees.items())
+    if any(not isinstance(d, int) or isinstance(d, bool) for d in degrees.values()):
+        raise ValueError(f"build_mesh: degrees must be integers; got {given}")
     free = [name for name, degree in degrees.items() if degree == -1]
     wrong = [name for name, degree in degrees.items() if degree < 1 and degree != -1]
     if wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from operator import index
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,12 +18,19 @@ def seed_ranks(mesh: DeviceMesh, seed: int, *, step: int = 0) -> None:
 
     Args:
         mesh: What `build_mesh` returned.
-        seed: Any int.
-        step: Any int.
+        seed: Any integer, of any integer type.
+        step: Likewise.
+
+    Raises:
+        TypeError: A seed or step that is no integer, or a bool.
 
     Cost: no communication.
     """
     names = mesh.mesh_dim_names or ()
     coordinates = [(name, mesh.get_local_rank(name)) for name in names if name != "tp"]
-    key = repr((seed, step, coordinates)).encode()
+    for value in (seed, step):
+        if isinstance(value, bool):
+            raise TypeError(f"seed_ranks: {value} is a bool; pass integers")
+    # index: a step read from a checkpoint may be numpy's or a tensor, and means the same.
+    key = repr((index(seed), index(step), coordinates)).encode()
     torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))

@@ -76,16 +76,17 @@ class Attention(nn.Module):
         """
         # Shapes are q's: under sequence parallel x may be a DTensor or one rank's part.
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
-        batch, seq_len = q.shape[:2]
+        seq_len = q.shape[1]
         if seq_len != mask.seq_len:
             raise ValueError(
                 f"Attention: the sequence has {seq_len} positions, rope and mask were made for"
                 f" {mask.seq_len}; under sequence parallel a block takes this rank's part of the"
                 " hidden states (call the whole model, or split them first)"
             )
-        q = q.view(batch, seq_len, -1, self.head_width)
-        k = k.view(batch, seq_len, -1, self.head_width)
-        v = v.view(batch, seq_len, -1, self.head_width)
+        # unflatten, as a view couldn't infer the heads of an empty batch
+        q = q.unflatten(-1, (-1, self.head_width))
+        k = k.unflatten(-1, (-1, self.head_width))
+        v = v.unflatten(-1, (-1, self.head_width))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:

@@ -88,7 +88,7 @@ def apply_ac(
     Source: Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198 (selective).
     """
     where = "apply_ac"
-    if mode not in {"full", "selective"} and not callable(mode):
+    if mode not in ("full", "selective") and not callable(mode):
         raise ValueError(
             f"{where}: mode must be 'full', 'selective' or a policy (ctx, op, *args, **kwargs) ->"
             f" CheckpointPolicy, got {mode!r}"
@@ -133,8 +133,8 @@ def _fresh_contexts(policy: Policy, is_tp: bool) -> Any:
 
 
 def _keep_random(policy: Policy) -> Policy:
-    # Compiled code that recomputes a random op hands a generator's state to its backward, and torch
-    # 2.13 takes it for the DeviceMesh of the DTensors, and the mesh for a tensor: an AssertionError.
+    # Compiled code that recomputes a random op passes a generator's state on to its backward, behind
+    # the DeviceMesh of the DTensors, where torch 2.13 expects the mesh: an AssertionError.
     def keep(
         ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:

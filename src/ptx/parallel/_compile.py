@@ -21,7 +21,7 @@ def apply_compile(
 
     Units of one class share a graph, however many there are: compiling takes as long for 80 blocks
     as for one. What differs between them must not be read in their forward as a Python number (a
-    layer's index, say): each value makes a graph, and torch gives up at 8.
+    layer's index, say): each value makes a graph, and torch raises at the 9th.
 
     Forward hooks of a unit itself run outside the compiled code, as ordinary Python; those of its
     submodules (tensor parallelism's) are compiled. With `apply_ac` on the same unit, in either

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ptx._names import clean_named_modules, clean_named_parameters
 from ptx.parallel._blocks import Units, is_container
+from ptx.parallel._gathered import keep_fresh
 from ptx.parallel._groups import Group, Grouping, plan_groups
 from ptx.parallel._order import require_before
 
@@ -122,12 +122,12 @@ def apply_fsdp2(
     _refuse_bare_forward(root, done)
     _start_together([model], mesh, done)
     fully_shard(root, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
-    if reshard is not False:
-        head_names = plan.head_group.names[:1] if plan.head_group else []
-        kept = [root, *(modules[name] for name in head_names)]
-        _reshard_without_grad(model, kept)
-        if root is not model:
-            _reshard_without_grad(root, [root])
+    head_names = plan.head_group.names if plan.head_group else []
+    # One module of each group that a forward leaves gathered, or gathered in part.
+    stay = [head_names] if reshard is True else [group.names for group in plan.groups]
+    kept = [root, *(modules[names[0]] for names in stay if names)]
+    head_members = [modules[name] for name in head_names]
+    keep_fresh([model, root], kept, head_members, free=reshard is not False)
     return model
 
 
@@ -257,22 +257,3 @@ def _refuse_bare_forward(root: nn.Module, taken: set[Tensor]) -> None:
         return forward(*args, **kwargs)
 
     root.forward = checked
-
-
-def _reshard_without_grad(outer: nn.Module, kept: list[nn.Module]) -> None:
-    """Free what a forward keeps for a backward that won't come.
-
-    Else ``parameters()`` gives the gathered copies, to which writes are lost and from which an
-    optimizer trains nothing, and the next forward would use them though a step came between.
-    """
-
-    def reshard(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            for module in kept:
-                assert isinstance(module, FSDPModule)
-                # Of a group that was called in part, reshard() alone would keep what the flag says.
-                module.set_reshard_after_forward(True, recurse=False)
-                module.reshard()
-                module.set_reshard_after_forward(False, recurse=False)
-
-    outer.register_forward_hook(reshard)

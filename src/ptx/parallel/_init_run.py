@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ptx._names import clean_name
+from ptx.parallel._init_classes import original_classes
 from ptx.parallel._init_record import Record, StandIn, stand_in_for, trunc_normal_recorded
 from ptx.parallel._init_watch import Scratch, Watch, storage_id
 
@@ -49,9 +50,14 @@ def slots_of(model: nn.Module) -> list[Slot]:
         for store in (module._parameters, module._buffers):
             for key, tensor in store.items():
                 if tensor is not None:
-                    name = clean_name(f"{prefix}.{key}" if prefix else key)
+                    name = joined_name(prefix, key)
                     slots.append(Slot(name, store, key, tensor, store is module._buffers))
     return slots
+
+
+def joined_name(prefix: str, key: str) -> str:
+    """The name in a model of what its module ``prefix`` calls ``key``, without wrappers."""
+    return clean_name(f"{prefix}.{key}" if prefix else key)
 
 
 def rehearse(
@@ -78,13 +84,14 @@ def rehearse(
             stand_ins[at] = stand_in_for(records[at], slot.tensor)
     with _replaced(model, slots, stand_ins):
         with (
+            original_classes(model),
             _random_state_kept(device),
             torch.no_grad(),
             torch.device("cpu"),  # whatever default device the caller set
             trunc_normal_recorded(),
             Watch(list(scratches.values()), seed),
         ):
-            _initialise(model, init, None if seed is not None else _with_meta_buffers(model, slots))
+            _initialise(model, init, _unfinished(model, slots, buffers_only=seed is None))
         for record in records.values():
             record.open = False
         now = slots_of(model)
@@ -130,13 +137,15 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
             yield
 
 
-def _with_meta_buffers(model: nn.Module, slots: list[Slot]) -> set[nn.Module]:
-    """The modules that have, or hold modules that have, a buffer to restore."""
-    stores = {id(slot.store) for slot in slots if slot.is_buffer and slot.tensor.is_meta}
-    return {m for m in model.modules() if any(id(part._buffers) in stores for part in m.modules())}
+def _unfinished(model: nn.Module, slots: list[Slot], *, buffers_only: bool) -> set[nn.Module]:
+    """The modules that have, or hold modules that have, something to fill."""
+    meta = [s for s in slots if s.tensor.is_meta and (s.is_buffer or not buffers_only)]
+    stores = {id(slot.store) for slot in meta}
+    own = {m for m in model.modules() if not stores.isdisjoint((id(m._parameters), id(m._buffers)))}
+    return {m for m in model.modules() if any(part in own for part in m.modules())}
 
 
-def _initialise(model: M, init: Callable[[M], object] | None, only: set[nn.Module] | None) -> None:
+def _initialise(model: M, init: Callable[[M], object] | None, only: set[nn.Module]) -> None:
     """Call the model's own initialisation, of the modules ``only`` where one can choose."""
     root: nn.Module = model
     while [clean_name(name) for name, _ in root.named_children()] == [""]:
@@ -150,14 +159,12 @@ def _initialise(model: M, init: Callable[[M], object] | None, only: set[nn.Modul
         _reset(root, only, {})
 
 
-def _reset(
-    module: nn.Module, only: set[nn.Module] | None, filled_by: dict[Record, nn.Module]
-) -> None:
+def _reset(module: nn.Module, only: set[nn.Module], filled_by: dict[Record, nn.Module]) -> None:
     if _is_transformers(module):
         for part in module.modules():
             # transformers marks what it initialised, also in a call that failed.
             part.__dict__.pop("_is_hf_initialized", None)
-            if only is not None and part not in only:
+            if part not in only:
                 part._is_hf_initialized = True  # type: ignore[assignment]
         module.initialize_weights()  # type: ignore[operator]
         return
@@ -167,7 +174,7 @@ def _reset(
     # reset before. nn.MultiheadAttention's has an underscore.
     kind = type(module)
     reset = getattr(kind, "reset_parameters", None) or getattr(kind, "_reset_parameters", None)
-    if reset is None or (only is not None and module not in only):
+    if reset is None or module not in only:
         return
     parameters: list[object] = [*module._parameters.values()]  # a stand-in is both
     records = [p.ptx_record for p in parameters if isinstance(p, StandIn)]
@@ -209,7 +216,7 @@ def _changed(before: list[Slot], now: list[Slot], stand_ins: dict[int, Tensor]) 
 
 def _unreal_attributes(model: nn.Module) -> list[str]:
     return [
-        f"{clean_name(f'{prefix}.{key}')}: a plain attribute, which stays without values; register"
+        f"{joined_name(prefix, key)}: a plain attribute, which stays without values; register"
         " it as a buffer"
         for prefix, module in model.named_modules()
         for key, value in vars(module).items()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ptx.parallel import _init_draw
-from ptx.parallel._init_run import Slot, rehearse, slots_of
+from ptx.parallel._init_place import place, place_problem, placed_buffers, weak_references_dropped
+from ptx.parallel._init_run import Slot, joined_name, rehearse, slots_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -20,7 +22,7 @@ def materialize(
     model: M,
     device: torch.device | str,
     *,
-    seed: int | None,
+    seed: SupportsIndex | None,
     init: Callable[[M], object] | None = None,
 ) -> M:
     """Moves a model from meta to ``device``, in place, with the same initial weights on any mesh.
@@ -70,44 +72,65 @@ def materialize(
     Source: what it guards against: pytorch#140301 (equal shards), torchtitan#4783 (buffers),
         OLMo-core#319 (replicas).
     """
-    home = _checked_device(device, seed, init)
+    home, number = _checked(device, seed, init)
     slots = slots_of(model)
-    homes = _homes(model, slots, home)
-    if homes:
-        outcome = rehearse(model, seed, init, home)
-        _allocate_plain(slots, homes)
-        _place_buffers(outcome.buffers, slots, home)
-    _apply(model, homes, home)
-    if homes:
-        for parameter, record in outcome.parameters:
-            if seed is None:
-                _fill_unknown(parameter)
-            else:
-                record.replay(parameter)
+    made: dict[int, Tensor] = {}
+    buffers: list[tuple[Slot, Tensor]] = []
+    with weak_references_dropped(model):
+        if homes := _homes(model, slots, home):
+            outcome = rehearse(model, number, init, home)
+            for parameter, record in outcome.parameters:
+                real = torch.empty_like(parameter, device=homes[id(parameter)], requires_grad=False)
+                if number is None:
+                    _fill_unknown(real)
+                else:
+                    record.replay(real)
+                made[id(parameter)] = real
+            buffers = placed_buffers(outcome.buffers, slots, home)
+        for tensor in [slot.tensor for slot in slots]:
+            real_one = not tensor.is_meta and not isinstance(tensor, DTensor)
+            if real_one and tensor.device != home and id(tensor) not in made:
+                made[id(tensor)] = tensor.detach().to(home)
+        place(model, made, buffers)  # the model changes from here on, and no sooner
     return model
 
 
-def _checked_device(device: torch.device | str, seed: object, init: object) -> torch.device:
+def _checked(
+    device: torch.device | str, seed: object, init: object
+) -> tuple[torch.device, int | None]:
     device = torch.device(device)
     if device.type == "meta":
         raise ValueError("materialize: device is meta; pass the device to train on")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise ValueError(f"materialize: seed must be an int, or None before a load; got {seed!r}")
     if init is not None and not callable(init):
         raise ValueError(f"materialize: init must be a function of the model, got {init!r}")
-    return torch.empty(0, device=device).device  # "cuda" -> "cuda:0"
+    device = torch.empty(0, device=device).device  # "cuda" -> "cuda:0"
+    return device, None if seed is None else _checked_seed(seed)
+
+
+def _checked_seed(seed: object) -> int:
+    # Keys are made of its digits: numpy's 3 has to be 3. A bool tensor would pass as an int.
+    is_bool = isinstance(seed, bool) or getattr(seed, "dtype", None) == torch.bool
+    try:
+        if not is_bool:
+            return operator.index(seed)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise ValueError(f"materialize: seed must be an int, or None before a load; got {seed!r}")
 
 
 def _homes(model: nn.Module, slots: list[Slot], device: torch.device) -> dict[int, torch.device]:
     """The id of each meta tensor -> the device it goes to; raises ValueError if one can't go."""
     offloaded = _offloaded(model)
-    homes, problems = {}, []
+    homes, problems = {}, _computed_attributes(model)
+    has_views = bool(problems)  # of parameters, by what computes the attributes
     for slot in slots:
         tensor = slot.tensor
         if nn.parameter.is_lazy(tensor):
             problems.append(f"{slot.name}: has no shape yet; run the lazy module once, on meta")
         elif tensor.is_meta:
             homes[id(tensor)] = torch.device("cpu") if id(tensor) in offloaded else device
+            if not has_views and (problem := place_problem(tensor)):
+                problems.append(f"{slot.name}: {problem}")
             if problem := _init_draw.shard_problem(tensor):
                 problems.append(f"{slot.name}: {problem}")
             elif isinstance(tensor, DTensor) and id(tensor) not in offloaded:
@@ -117,6 +140,21 @@ def _homes(model: nn.Module, slots: list[Slot], device: torch.device) -> dict[in
     if problems:
         raise ValueError("\n- ".join(["materialize: tensors that can't be made real:", *problems]))
     return homes
+
+
+def _computed_attributes(model: nn.Module) -> list[str]:
+    """Old-style weight_norm, spectral_norm and pruning of parameters on meta."""
+    return [
+        f"{joined_name(prefix, key)}: not a parameter, {type(hook).__name__} of torch.nn.utils"
+        " computes it before each forward; build that module on a real device: real tensors keep"
+        " their values"
+        for prefix, module in model.named_modules()
+        if any(p.is_meta for p in module.parameters(recurse=False))
+        for hook in module._forward_pre_hooks.values()
+        if type(hook).__module__.startswith("torch.nn.utils.")
+        # Norms have the one, pruning the other; neither is public.
+        if (key := getattr(hook, "name", None) or getattr(hook, "_tensor_name", None))
+    ]
 
 
 def _offloaded(model: nn.Module) -> set[int]:
@@ -131,65 +169,6 @@ def _offloaded(model: nn.Module) -> set[int]:
                 parameters = group.fsdp_params if group else []
                 found |= {id(p.sharded_param) for p in parameters if p.offload_to_cpu}
     return found
-
-
-def _allocate_plain(slots: list[Slot], homes: dict[int, torch.device]) -> None:
-    # torch's to_empty makes a new Parameter wherever a plain one is, and so unties them; optimizers
-    # built before would keep the old ones.
-    for slot in slots:
-        old = slot.tensor
-        if slot.is_buffer or not old.is_meta or isinstance(old, DTensor):
-            continue
-        real = torch.empty_like(old, device=homes[id(old)])
-        new = nn.Parameter(real, requires_grad=old.requires_grad)
-        new.__dict__.update(old.__dict__)
-        torch.utils.swap_tensors(old, new)
-
-
-def _place_buffers(finished: list[Slot], before: list[Slot], device: torch.device) -> None:
-    old = {(id(slot.store), slot.key): slot.tensor for slot in before}
-    placed: dict[int, Tensor] = {}
-    for slot in finished:
-        if id(slot.tensor) not in placed:
-            was = old.get((id(slot.store), slot.key))
-            placed[id(slot.tensor)] = _placed(slot.tensor, was, device)
-        slot.store[slot.key] = placed[id(slot.tensor)]
-
-
-def _placed(full: Tensor, was: Tensor | None, device: torch.device) -> Tensor:
-    if not isinstance(was, DTensor):
-        return full.to(device)
-    made = torch.empty_like(was, device=device)
-    local, offsets = _init_draw.shard_of(made)
-    region = _init_draw.region_of(torch.empty(full.shape, device="meta"), tuple(full.shape))
-    assert region is not None
-    _init_draw.copy(local, offsets, region=region, source=full)
-    return made
-
-
-def _apply(model: nn.Module, homes: dict[int, torch.device], device: torch.device) -> None:
-    """Allocate meta DTensors, and move plain tensors that are elsewhere."""
-    moved: dict[int, Tensor] = {}
-
-    def place(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor):
-            if not tensor.is_meta:
-                return tensor
-            return torch.empty_like(tensor, device=homes[id(tensor)])
-        if tensor.device == device:
-            return tensor
-        if id(tensor) not in moved:  # buffers that modules share stay shared
-            moved[id(tensor)] = tensor.to(device)
-        return moved[id(tensor)]
-
-    tensors = [slot.tensor for slot in slots_of(model)]
-    if any(t.is_meta or (not isinstance(t, DTensor) and t.device != device) for t in tensors):
-        attributes = [(t, dict(t.__dict__)) for t in tensors]
-        # What to() and to_empty() are made of: FSDP has its own, which sets its padding up.
-        model._apply(place)
-        for tensor, kept in attributes:
-            for key, value in kept.items():
-                tensor.__dict__.setdefault(key, value)
 
 
 def _fill_unknown(parameter: Tensor) -> None:

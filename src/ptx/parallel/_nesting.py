@@ -12,12 +12,10 @@ from torch import nn
 
 from ptx._names import clean_named_modules
 from ptx.parallel._blocks import Units, is_inside, resolve_units
-from ptx.parallel._order import is_tp, require_before
+from ptx.parallel._order import NESTING_KEY, is_tp, require_before
 
 Forward = Callable[..., Any]  # takes the module first
 Layer = Callable[[Forward], Forward]
-
-_KEY = "_ptx_nesting"
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Nesting:
 
 def nesting_of(module: nn.Module) -> Nesting | None:
     """What `add_layer` put around the module's forward; None: nothing."""
-    nesting = module.__dict__.get(_KEY)
+    nesting = module.__dict__.get(NESTING_KEY)
     assert nesting is None or isinstance(nesting, Nesting)
     return nesting
 
@@ -95,7 +93,7 @@ def add_layer(model: nn.Module, units: Units | None, *, where: str, **layer: Any
     if wrong:
         raise ValueError(f"{where}: " + "; ".join(wrong))
     for name in names:
-        setattr(modules[name], _KEY, nestings[name])
+        setattr(modules[name], NESTING_KEY, nestings[name])
         modules[name].forward = MethodType(nestings[name].forward(), modules[name])
 
 

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 # The one order in which the pieces compose (see docs); compile and checkpointing may come in either order.
+NESTING_KEY = "_ptx_nesting"  # where apply_ac and apply_compile leave their mark on a module
 ORDER = "apply_tp -> apply_ac / apply_compile -> apply_fsdp2 -> materialize -> optimizer"
 
 
@@ -17,9 +18,10 @@ def is_fsdp(model: nn.Module) -> bool:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether a part is checkpointed or compiled (neither leaves a public mark, so by the names they use)."""
+    """Whether a part is checkpointed or compiled, by ptx or by torch (whose marks have no public name)."""
     return any(
-        hasattr(module, "_checkpoint_wrapped_module")
+        NESTING_KEY in vars(module)
+        or hasattr(module, "_checkpoint_wrapped_module")
         or hasattr(module, "_orig_mod")
         or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()

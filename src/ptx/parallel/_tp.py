@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ptx._names import clean_named_modules, clean_named_parameters, match_names
+from ptx._checks import refuse_where
+from ptx._names import clean_named_modules, match_names
 from ptx.parallel._order import require_before
 from ptx.parallel._tp_plan import tp_plan
 from ptx.parallel._tp_styles import (
@@ -51,7 +52,8 @@ def apply_tp(model: M, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle] | Non
     ``Shard(1)`` under sequence parallelism, else a plain tensor.
 
     Args:
-        model: On meta, or real with any values: those of the first rank of ``mesh`` are taken.
+        model: On meta, or real with any values: parameters and buffers become those of the first
+            rank of ``mesh``.
         mesh: 1-D, ``mesh["tp"]``. Over one rank the plan is checked and nothing is changed.
         plan: Module glob -> ParallelStyle, one style a module; None: ``tp_plan(model)``.
 
@@ -59,8 +61,8 @@ def apply_tp(model: M, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle] | Non
         The same model.
 
     Raises:
-        ValueError: The mesh isn't 1-D; the model went through this or a later step already; a key
-            matches nothing, or two match one module; a style doesn't fit its module; heads or
+        ValueError: The mesh isn't 1-D, or is a data dim of `build_mesh`; the model went through
+            this or a later step already; a key matches nothing, or two match one module; a style doesn't fit its module; heads or
             features don't split; tied parameters would be sharded differently; no key covers a
             parameter. Under sequence parallelism, later: the model is called with a sequence that
             tp doesn't divide; every rank raises, before any communication over tp.
@@ -73,8 +75,8 @@ def apply_tp(model: M, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle] | Non
     Source: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
     """
     require_before("apply_tp", model, "apply_fsdp2", "apply_ac / apply_compile", "apply_tp")
-    if mesh.ndim != 1:
-        dims = mesh.mesh_dim_names or mesh.shape
+    dims = mesh.mesh_dim_names or mesh.shape
+    if mesh.ndim != 1 or {*dims} & {"pp", "dp_replicate", "dp_shard", "cp"}:
         raise ValueError(
             f"apply_tp: the mesh has {mesh.ndim} dims {dims}; pass the 1-D mesh of the ranks that"
             ' share each matrix, mesh["tp"]'
@@ -83,7 +85,7 @@ def apply_tp(model: M, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle] | Non
         plan = tp_plan(model)
     tp = mesh.size()
     modules = dict(clean_named_modules(model))
-    styles, problems = _resolve(plan, modules)
+    styles, problems = _resolve(plan, _paths(model))
     problems += [
         f"{_as_glob(name)}: {problem}"
         for name, style in styles.items()
@@ -99,8 +101,17 @@ def apply_tp(model: M, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle] | Non
     return model
 
 
+def _paths(model: nn.Module) -> dict[str, str]:
+    """Every path to a module -> the first path to it, its name."""
+    first: dict[nn.Module, str] = {}
+    return {
+        path: first.setdefault(module, path)
+        for path, module in model.named_modules(remove_duplicate=False)
+    }
+
+
 def _resolve(
-    plan: Mapping[str, object], modules: dict[str, nn.Module]
+    plan: Mapping[str, object], paths: dict[str, str]
 ) -> tuple[dict[str, ParallelStyle], list[str]]:
     """Module name -> its style, in the plan's order, and what is wrong with the keys."""
     styles: dict[str, ParallelStyle] = {}
@@ -111,7 +122,7 @@ def _resolve(
             problems.append(f"{key!r}: {style!r} is no ParallelStyle")
             continue
         try:
-            names = match_names(key, modules, where="")
+            names = {paths[path]: None for path in match_names(key, paths, where="")}
         except ValueError as error:
             problems.append(str(error).removeprefix(": "))
             continue
@@ -128,6 +139,14 @@ def _resolve(
 def _misfit(style: ParallelStyle, module: nn.Module, tp: int) -> str | None:
     """Why ``tp`` ranks can't apply this style to this module, exactly; None: they can."""
     kind = type(module).__name__
+    if isinstance(style, Replicated):
+        if any(isinstance(part, nn.RNNBase) for part in module.modules()):
+            return f"{kind} holds its parameters in a list of its own too; tp can't replace them"
+        return None
+    splits = isinstance(style, HeadParallel | ColwiseParallel | RowwiseParallel)
+    splits = splits and isinstance(module, nn.Linear | nn.Embedding)
+    if splits and any("." in name for name, _ in module.named_parameters()):
+        return f"{kind} has parameters in submodules (a parametrization?); use Replicated()"
     if isinstance(style, HeadParallel):
         if not isinstance(module, nn.Linear):
             return f"HeadParallel takes an nn.Linear, not {kind}"
@@ -162,28 +181,30 @@ def _uncovered(model: nn.Module, styles: dict[str, ParallelStyle]) -> list[str]:
     # rank's share, unsummed, and optimizers refuse plain tensors beside DTensors.
     sharding = {name for name, style in styles.items() if not isinstance(style, _HOOKS_ONLY)}
     left = []
-    for name, _ in clean_named_parameters(model, remove_duplicate=False):
-        parts = name.split(".")[:-1]
-        owners = (".".join(parts[:depth]) for depth in range(len(parts) + 1))
-        if not any(owner in sharding for owner in owners):
-            left.append(_as_glob(name))
+    for owner, leaf, _ in _owned_parameters(model):
+        parts = owner.split(".")
+        outer = (".".join(parts[:depth]) for depth in range(len(parts) + 1))
+        if not any(name in sharding for name in outer):
+            left.append(_as_glob(f"{owner}.{leaf}" if owner else leaf))
     if not left:
         return []
     names = ", ".join(dict.fromkeys(left))
-    return [f"no key covers {names}; add keys for their modules (Replicated() keeps one whole)"]
+    return [
+        f"no key covers {names}; add keys for their modules (Replicated() keeps one whole;"
+        ' the key of the model itself is "")'
+    ]
 
 
 def _torn_ties(
     model: nn.Module, styles: dict[str, ParallelStyle], modules: dict[str, nn.Module], tp: int
 ) -> list[str]:
     problems = []
-    for names in _ties(model):
+    for slots in _ties(model):
         placed = {}
-        for name in names:
-            owner, _, leaf = name.rpartition(".")
+        for owner, leaf in slots:
             placement = _placement(styles.get(owner), modules[owner], leaf, tp)
             if placement is not None:
-                placed[name] = placement
+                placed[f"{owner}.{leaf}"] = placement
         if len(set(placed.values())) > 1:
             found = ", ".join(f"{name} {placement!r}" for name, placement in placed.items())
             problems.append(
@@ -193,12 +214,22 @@ def _torn_ties(
     return problems
 
 
-def _ties(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in clean_named_parameters(model, remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
+def _owned_parameters(model: nn.Module) -> list[tuple[str, str, nn.Parameter]]:
+    """(module, name in it, parameter), each module once; a tied parameter has several owners."""
+    return [
+        (owner, leaf, parameter)
+        for owner, module in clean_named_modules(model)
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _ties(model: nn.Module) -> list[list[tuple[str, str]]]:
+    """The (module, name) slots of each parameter that has several."""
+    slots: dict[int, list[tuple[str, str]]] = {}
+    for owner, leaf, parameter in _owned_parameters(model):
+        slots.setdefault(id(parameter), []).append((owner, leaf))
+    return [group for group in slots.values() if len(group) > 1]
 
 
 def _placement(
@@ -225,44 +256,63 @@ def _parallelize(
     modules: dict[str, nn.Module],
 ) -> None:
     ties = _ties(model)
-    trained = {
-        name: parameter.requires_grad
-        for name, parameter in clean_named_parameters(model, remove_duplicate=False)
-    }
-    for name, style in styles.items():
-        module = modules[name]
+    trained = {(o, leaf): p.requires_grad for o, leaf, p in _owned_parameters(model)}
+    # Inner modules first: Replicated takes what has no style of its own.
+    for name in sorted(styles, key=lambda name: -len(name.split(".")) if name else 0):
+        module, style = modules[name], styles[name]
         if isinstance(style, SequenceParallel):
-            _take_first_ranks_values(module, mesh)
+            for parameter in module.parameters():
+                _take_first_ranks_values(parameter, mesh)
         parallelize_module(module, mesh, style)
         if isinstance(module, nn.Embedding):
             _guard_embedding(module, style, mesh.size())
-    for first, *others in ties:  # every owner has distributed a copy of its own
-        kept = model.get_parameter(first)
-        for name in others:
-            owner, _, leaf = name.rpartition(".")
-            modules[owner].register_parameter(leaf, kept)
-    for name, parameter in clean_named_parameters(model, remove_duplicate=False):
-        parameter.requires_grad_(trained[name])  # SequenceParallel unfreezes (torch 2.13)
+    for (owner, leaf), *others in ties:  # every owner has distributed a copy of its own
+        for other, name in others:
+            modules[other].register_parameter(name, modules[owner]._parameters[leaf])
+    for owner, leaf, parameter in _owned_parameters(model):
+        parameter.requires_grad_(trained[owner, leaf])  # SequenceParallel unfreezes (torch 2.13)
+    for buffer in model.buffers():
+        if not isinstance(buffer, DTensor):
+            _take_first_ranks_values(buffer, mesh)
 
 
-def _take_first_ranks_values(module: nn.Module, mesh: DeviceMesh) -> None:
-    # Other styles distribute the first rank's values; SequenceParallel wraps what each rank has.
-    for parameter in module.parameters():
-        parameter.data = distribute_tensor(parameter.data, mesh, [Replicate()]).to_local()
+def _take_first_ranks_values(tensor: Tensor, mesh: DeviceMesh) -> None:
+    # Most styles distribute the first rank's values; SequenceParallel wraps what each rank has, and
+    # no style looks at buffers.
+    tensor.data = distribute_tensor(tensor.data, mesh, [Replicate()]).to_local()
 
 
 def _guard_embedding(embedding: nn.Embedding, style: ParallelStyle, tp: int) -> None:
-    if Shard(1) in getattr(style, "output_layouts", ()):
-        # The embedding is the first to communicate, and the last to see the sequence's full length.
-        embedding.register_forward_pre_hook(
-            lambda _, inputs: _check_tokens(inputs[0], tp), prepend=True
-        )
+    splits_rows = isinstance(style, RowwiseParallel)
+    splits_sequence = Shard(1) in getattr(style, "output_layouts", ())
+
+    # The embedding is the first to communicate, and the last to see the sequence's full length.
+    def check(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        tokens = inputs[0]
+        if tokens.numel() == 0:  # gloo hangs in a reduce-scatter of nothing
+            raise ValueError(
+                f"apply_tp: tokens {list(tokens.shape)} are empty; give this rank a sample whose"
+                " labels are all ignored"
+            )
+        if splits_sequence and tokens.ndim > 1:
+            require_even_sequence("tokens", tokens, tp)
+        if splits_rows:
+            _require_rows(tokens, embedding.num_embeddings)
+
+    embedding.register_forward_pre_hook(check, prepend=True)
     embedding.register_forward_hook(_settle)
 
 
-def _check_tokens(tokens: Tensor, tp: int) -> None:
-    if tokens.ndim > 1:
-        require_even_sequence("tokens", tokens, tp)
+def _require_rows(tokens: Tensor, rows: int) -> None:
+    # On one process the look-up raises; a rank takes an id that isn't in its rows for another's,
+    # and all ranks together give zeros.
+    tokens = tokens.to_local() if isinstance(tokens, DTensor) else tokens
+    refuse_where(
+        (tokens < 0) | (tokens >= rows),
+        tokens,
+        f"apply_tp: tokens must be in [0, {rows}), the rows of the embedding"
+        " (is the tokenizer larger than the vocabulary of the model?)",
+    )
 
 
 def _settle(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from ptx.parallel._tp_styles import (
 Plan = dict[str, ParallelStyle]
 
 _USE_LOGITS = "its loss takes no sharded logits; compute it from .logits, e.g. by ptx.cross_entropy"
+_SOME_HEADS = "they would be those of one rank's heads"
 _ONE_PART = (
     "they would be parts of the sequence; take last_hidden_state, or plan with"
     " tp_plan(model, sequence_parallel=False)"
@@ -68,7 +69,6 @@ def _transformer_plan(model: Transformer, sequence_parallel: bool) -> Plan:
     args = model.args
     stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
-    last_norm = SequenceParallel() if sequence_parallel else Replicated(copy=True)
     # [B, S, heads, head_dim]: what is split, with or without sequence parallelism, are the heads.
     head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)
     kv = HeadParallel(args.kv_heads, replicate=True)
@@ -91,7 +91,7 @@ def _transformer_plan(model: Transformer, sequence_parallel: bool) -> Plan:
         "layers.*.feed_forward.w1": ColwiseParallel(),
         "layers.*.feed_forward.w3": ColwiseParallel(),
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
-        "norm": last_norm,
+        "norm": norm,
         "output": ColwiseParallel(
             input_layouts=stream, output_layouts=Shard(-1), use_local_output=False
         ),
@@ -115,7 +115,7 @@ def _llama_for_causal_lm_plan(model: nn.Module, sequence_parallel: bool) -> Plan
     assert isinstance(model.model, nn.Module)
     body = _llama_model_plan(model.model, sequence_parallel)
     return {
-        "": RefuseArguments({"labels": _USE_LOGITS}),
+        "": RefuseArguments({"labels": _USE_LOGITS, "output_attentions": _SOME_HEADS}),
         **{f"model.{key}".removesuffix("."): style for key, style in body.items()},
         "lm_head": ColwiseParallel(
             input_layouts=stream, output_layouts=Shard(-1), use_local_output=False
@@ -128,7 +128,6 @@ def _llama_model_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
     kv_heads: int = model.config.num_key_value_heads  # type: ignore[union-attr, assignment]
     stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
-    last_norm = SequenceParallel() if sequence_parallel else Replicated(copy=True)
     kv = HeadParallel(kv_heads, replicate=True)
     plan: Plan = {
         # The model counts positions on this output; as a DTensor it is as long as the sequence.
@@ -148,7 +147,7 @@ def _llama_model_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
         "layers.*.mlp.gate_proj": ColwiseParallel(),
         "layers.*.mlp.up_proj": ColwiseParallel(),
         "layers.*.mlp.down_proj": RowwiseParallel(output_layouts=stream),
-        "norm": last_norm,
+        "norm": norm,
     }
     if sequence_parallel:
         plan[""] = ModelInput({"output_hidden_states": _ONE_PART})

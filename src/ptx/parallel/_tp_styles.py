@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
     distribute_module,
+    distribute_tensor,
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
 from torch.distributed.tensor.parallel.style import ParallelStyle
@@ -96,43 +98,53 @@ class _OneHead(nn.Linear):
 
 
 class Replicated(ParallelStyle):
-    """A module that every rank computes in full from equal inputs: norms, routers, small heads.
+    """A module that every rank computes in full from equal inputs: norms, routers, a whole model.
 
-    Its parameters become DTensors (``Replicate``) all the same: optimizers and gradient clipping
-    take no mixture of plain tensors and DTensors. Positional inputs may be plain tensors, equal on
-    every rank, or DTensors; outputs are plain. Gradients need no collective.
-
-    Args:
-        copy: Return copies, not views of DTensors: for the module whose output the model returns, since
-            FSDP2 warns about views among a wrapped module's outputs.
+    It takes all parameters in the module that have no style of their own, so on ``""``, the model
+    itself, it takes what is left. They become DTensors (``Replicate``), since optimizers and
+    gradient clipping take no mixture of those and plain tensors; but in the module's code
+    ``self.weight`` is the plain tensor, for layers that DTensors don't know. Positional inputs that
+    are DTensors are gathered. Gradients need no collective, as they are equal on every rank.
     """
 
-    def __init__(self, *, copy: bool = False) -> None:
-        self.copy = copy
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module,
-            device_mesh,
-            input_fn=_replicate_inputs,  # type: ignore[arg-type]  # declared to return None
-            output_fn=partial(_localise_output, self.copy),
-        )
+        for part in module.modules():
+            if _hold_whole(part, device_mesh):
+                part.__class__ = _plain_inside(type(part))  # type: ignore[arg-type]  # a class is hashable
+        module.register_forward_pre_hook(_gather_inputs)
+        return module
 
     def __repr__(self) -> str:
-        return f"Replicated({'copy=True' if self.copy else ''})"
+        return "Replicated()"
 
 
-def _replicate_inputs(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    return tuple(_replicated(x, mesh) if isinstance(x, Tensor) else x for x in inputs)
+def _hold_whole(module: nn.Module, mesh: DeviceMesh) -> bool:
+    """Make the module's own plain parameters replicated DTensors; whether there were any."""
+    plain = {n: p for n, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)}
+    for name, parameter in plain.items():
+        whole = distribute_tensor(parameter.data, mesh, [Replicate()])
+        module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
+    return bool(plain)
 
 
-def _localise_output(copy: bool, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-    if isinstance(output, tuple):
-        return tuple(_localise_output(copy, module, x, mesh) for x in output)
-    if not isinstance(output, DTensor):
-        return output
-    local = output.redistribute(placements=[Replicate()]).to_local()
-    return local.clone() if copy else local
+@functools.cache  # one class for all blocks: compile and find_blocks know them by it
+def _plain_inside(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass in which ``self.weight`` is a plain tensor, while FSDP has it gathered."""
+
+    def get(self: nn.Module, name: str) -> Any:
+        value: Any = kind.__getattr__(self, name)
+        gathered = isinstance(value, DTensor) and value.placements == (Replicate(),)
+        return value.to_local() if gathered else value
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"__getattr__": get, **names})
+
+
+def _gather_inputs(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x
+        for x in inputs
+    )
 
 
 class AttentionInput(PrepareModuleInput):
@@ -185,7 +197,7 @@ class RefuseArguments(ParallelStyle):
     """Raises when a module is called with arguments that would go wrong under tensor parallelism.
 
     Args:
-        reasons: Keyword argument -> what to do instead. None and False pass. A default in the
+        reasons: Argument -> what to do instead. None and False pass. A default in the
             module's ``config`` counts as passed.
     """
 
@@ -193,9 +205,12 @@ class RefuseArguments(ParallelStyle):
         self.reasons = dict(reasons)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        reasons = self.reasons
+        reasons, signature = self.reasons, inspect.signature(module.forward)
         module.register_forward_pre_hook(
-            lambda module, args, kwargs: _refuse(reasons, module, kwargs), with_kwargs=True
+            lambda module, args, kwargs: _refuse(
+                reasons, module, signature.bind_partial(*args, **kwargs).arguments
+            ),
+            with_kwargs=True,
         )
         return module
 
@@ -203,9 +218,11 @@ class RefuseArguments(ParallelStyle):
         return f"{type(self).__name__}({', '.join(self.reasons)})"
 
 
-def _refuse(reasons: dict[str, str], module: nn.Module, kwargs: dict[str, Any]) -> None:
+def _refuse(reasons: dict[str, str], module: nn.Module, arguments: Mapping[str, Any]) -> None:
     config = getattr(module, "config", None)
-    given = {name: kwargs.get(name, getattr(config, name, None)) for name in reasons}
+    # Those that the forward doesn't name are under its **kwargs.
+    passed = {**arguments.get("kwargs", {}), **arguments}
+    given = {name: passed.get(name, getattr(config, name, None)) for name in reasons}
     problems = [
         f"{name} was passed: {reasons[name]}"
         for name, value in given.items()
