@@ -58,6 +58,13 @@ class Args:
     reshard_after_forward: bool = True
     """True: ZeRO-3, parameters are gathered again for the backward; False: ZeRO-2."""
 
+    ac: Literal["none", "full", "selective"] = "none"
+    """Activation checkpointing of the blocks: recompute all of a block, or what is cheap."""
+    compile: bool = False
+    """Compile the blocks (torch.compile)."""
+    grad_accum: int = 1
+    """Micro-batches that a rank's share of the global batch is computed in."""
+
     log_every: int = 10
     valid_every: int = 200
     """Steps between validations; the last step always is one."""
@@ -87,6 +94,10 @@ def main(args: Args) -> None:
     with torch.device("meta"):
         model = ptx.Transformer(model_args)
     ptx.apply_tp(model, mesh["tp"])
+    if args.ac != "none":
+        ptx.apply_ac(model, args.ac)
+    if args.compile:
+        ptx.apply_compile(model)
     ptx.apply_fsdp2(
         model,
         ptx.fsdp_mesh(mesh),
@@ -111,18 +122,24 @@ def main(args: Args) -> None:
 
     for step, (tokens, labels) in enumerate(batches, 1):
         tokens, labels = tokens.to(device), labels.to(device)
-        logits = model(tokens)
-        loss = ptx.cross_entropy(logits, labels, reduction="sum")
-        loss = loss * ptx.token_scale(labels, losses)
-        loss.backward()
+        micro_batches = list(zip(tokens.chunk(args.grad_accum), labels.chunk(args.grad_accum)))
+        scale = ptx.token_scale(labels, losses)
+        mean_loss = torch.zeros((), device=device)
+        for i, (inputs, targets) in enumerate(micro_batches, 1):
+            with ptx.accumulate_grads(model, last=i == len(micro_batches)):
+                loss = ptx.cross_entropy(model(inputs), targets, reduction="sum") * scale
+                loss.backward()
+            mean_loss += loss.detach()
+
+        logged = step % args.log_every == 0 or step in (1, args.steps)
+        stats = ptx.model_stats(model).flat() if logged else {}
         norm = ptx.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
 
-        if step % args.log_every == 0 or step in (1, args.steps):
-            mean_loss = loss.detach()
+        if logged:
             dist.all_reduce(mean_loss, dist.ReduceOp.AVG, losses.get_group())
             seconds = (time.perf_counter() - logged_at) / (step - logged_step)
             logged_at, logged_step = time.perf_counter(), step
@@ -135,6 +152,8 @@ def main(args: Args) -> None:
                     "train/tokens_seen": step * tokens_per_step,
                     "grad/norm_preclip": norm.item(),
                     "opt/lr": float(lr),
+                    **stats,
+                    **ptx.memory_report(device).flat(),
                 }
             )
         if step % args.valid_every == 0 or step == args.steps:

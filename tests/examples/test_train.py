@@ -20,6 +20,7 @@ MESHES = {
     "dp_replicate 2": (2, {"dp_replicate": 2}),
     "4 ranks": (4, {}),
     "dp_shard 2 x tp 2": (4, {"tp": 2}),
+    "accumulated, recomputed": (2, {"grad_accum": 4, "ac": "full"}),
 }
 SMALL = {"steps": 20, "global_batch": 8, "seq_len": 32, "log_every": 1, "warmup": 5}
 
@@ -49,7 +50,7 @@ def metrics(small_corpus, tmp_path_factory):
 @pytest.mark.parametrize("name", list(MESHES)[1:])
 def test_losses_agree_with_one_process(metrics, name):
     for got, want in zip(metrics[name], metrics["1 process"], strict=True):
-        for key in ("train/loss", "grad/norm_preclip", "valid/loss"):
+        for key in ("train/loss", "grad/norm_preclip", "grad/norm", "param/norm", "valid/loss"):
             if key in want:
                 assert got[key] == pytest.approx(want[key], rel=1e-4), (got, want)
 
@@ -58,15 +59,14 @@ def test_training_learns_and_metrics_have_the_names_of_the_inventory(metrics):
     steps, valid = metrics["1 process"][:-1], metrics["1 process"][-1]
     assert [m["train/iter"] for m in steps] == list(range(1, 21))
     assert steps[-1]["train/loss"] < steps[0]["train/loss"] - 1
-    assert set(steps[0]) == {
-        "train/iter",
-        "train/loss",
-        "train/dt",
-        "train/tps",
-        "train/tokens_seen",
-        "grad/norm_preclip",
-        "opt/lr",
+    train_ = {"iter", "loss", "dt", "tps", "tokens_seen"}
+    memory = {"mem_alloc", "mem_peak_alloc", "mem_reserved", "mem_peak_reserved"}
+    names = {f"train/{name}" for name in train_ | memory} | {"grad/norm_preclip", "opt/lr"}
+    names |= {
+        f"{of}/{what}" for of in ("grad", "param") for what in ("norm", "max_abs", "nonfinite")
     }
+    assert set(steps[0]) == names
+    assert steps[0]["grad/norm"] == pytest.approx(steps[0]["grad/norm_preclip"], rel=1e-5)
     assert steps[-1]["train/tokens_seen"] == 20 * 8 * 32
     assert steps[-1]["opt/lr"] < steps[4]["opt/lr"] == pytest.approx(3e-3)
     assert set(valid) == {"train/tokens_seen", "valid/loss"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -314,7 +315,9 @@ def _train(
     tokens, labels = _data(mesh, mine=True, empty_rank=empty_rank)
     scale = ptx.token_scale(list(labels), ptx.loss_mesh(mesh), vocab_size=13)
     for i, (t, y) in enumerate(zip(tokens, labels)):
-        with accumulate_grads(model, last=i == MICRO_BATCHES - 1 or not accumulate):
+        last = i == MICRO_BATCHES - 1
+        # Only where it is needed: it would also reduce what the loss forgot to.
+        with accumulate_grads(model, last=last) if accumulate else nullcontext():
             hidden = model(t, return_hidden=True)
             loss = fused_linear_ce(hidden, model.output, y, reduction=reduction, chunk_tokens=chunk)
             (loss.sum() * scale).backward()

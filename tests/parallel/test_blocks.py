@@ -202,3 +202,27 @@ def test_wrong_units_are_listed_at_once():
         resolve_units(own(), "layers.*", where="apply_ac")
     with pytest.raises(ValueError, match=r"named twice, by 'layers.\*' and 'layers.1'"):
         resolve_units(own(), ["layers.*", "layers.1"], where="apply_ac")
+
+
+def test_units_are_names():
+    model = own()
+    for units, message in (
+        ([model.layers["0"]], "units are names, not TransformerBlock; write 'layers.0'"),
+        ([["norm", model.output]], "units are names, not Linear; write 'output'"),
+        ([nn.Linear(2, 2), "nom"], "not Linear; pass the names of submodules; 'nom' matches"),
+        ([model.layers], "units are names, not ModuleDict; write 'layers'"),
+        ([3], "units are names, not int; pass the names"),
+        (model.layers, "units must be a list of names, got ModuleDict; see find_blocks"),
+        (3, "units must be a list of names, got int"),
+    ):
+        with pytest.raises(ValueError, match=f"apply_ac: .*{message}"):
+            resolve_units(model, units, where="apply_ac")
+
+
+def test_lists_of_parameters_are_no_units():
+    model = Model(layers=blocks(2), scales=nn.ParameterList([nn.Parameter(torch.ones(2))]))
+    model.tables = nn.ParameterDict({"a": nn.Parameter(torch.ones(2))})
+    for name, kind in (("scales", "ParameterList"), ("tables", "ParameterDict")):
+        message = f"'{name}' is a {kind}, never called itself; name the module that uses it"
+        with pytest.raises(ValueError, match=message):
+            resolve_units(model, [name], where="apply_ac")

@@ -340,6 +340,7 @@ def test_F07_two_dim_mesh_is_hsdp():
         whole["tp"],
         whole["pp", "dp_shard"],
         init_device_mesh("cpu", (2, 2)),
+        None,
     ):
         model = Toy()
         with pytest.raises(
@@ -476,6 +477,55 @@ def test_evaluation_leaves_nothing_gathered():
     assert not isinstance(model.output.weight, DTensor)  # False keeps, as in torch
 
 
+TIED_PLAIN = {"own": own, "tied": lambda: own(tie=True), "Llama": llama}
+TIED_PLAIN["tied Llama"] = lambda: llama(tie=True)
+KEEPING = {
+    "True": {},
+    "False": {"reshard_after_forward": False},
+    "over 2 neighbours": {"reshard_after_forward": 2},
+    "head with norm": HEAD_AND_NORM,
+}
+
+
+def variants():
+    for build_name, build in TIED_PLAIN.items():
+        for name, options in KEEPING.items():
+            if "units" in options and build_name.endswith("Llama"):
+                options = {"units": ["model.layers.*", ["model.norm", "lm_head"]]}
+            for call in (logits, logits_by_head):
+                yield f"{build_name}, {name}, {call.__name__}", build, options, call
+
+
+def each_variant(check):
+    mesh = fsdp_mesh(build_mesh(device_type="cpu"))
+    for name, build, options, call in variants():
+
+        def pair(build=build, options=options):
+            torch.manual_seed(0)
+            reference = build()
+            torch.manual_seed(0)
+            return reference, apply_fsdp2(build(), mesh, **options)
+
+        try:
+            check(pair, call)
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+@distributed(world_size=4)
+def test_an_optimizer_built_after_an_evaluation_trains_all():
+    tokens = batch(1)
+
+    def check(pair, call):
+        reference, model = pair()
+        with torch.no_grad():
+            call(model, tokens)
+        if call is logits_by_head or model.output_kept is False:
+            pass
+        left = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+        assert left == [], left
+
+
 @distributed(world_size=4)
 def test_checkpointed_and_compiled_blocks_come_before():
     mesh = build_mesh(device_type="cpu")
@@ -535,8 +585,12 @@ def test_wrong_arguments():
         r"none of the units \['layers.0.attention.core'\] has parameters",
         units=["layers.0.attention.core"],
     )
-    refused(own(), "head='lm_head' is no submodule of Transformer with", head="lm_head")
-    refused(own(), "head=Linear is no submodule", head=nn.Linear(2, 2))
+    refused(own(), "head: 'lm_head' matches nothing; closest: ", head="lm_head")
+    refused(own(), r"head='out\*' must be one name; did you mean 'output'", head="out*")
+    refused(own(), "head=Linear is no submodule of Transformer; pass", head=nn.Linear(2, 2))
+    refused(own(), "head='layers' is a ModuleDict, never called itself", head="layers")
+    refused(own(), "head='layers.0.attention.core' is a .* without", head="layers.0.attention.core")
+    refused((model := own()), "units are names, not Linear; write 'output'", units=[model.output])
     refused(
         own(),
         r"reshard_after_forward=3 must be .* divides the shard dim, 2; CPUOffloadPolicy needs",
@@ -559,11 +613,17 @@ def test_wrong_arguments():
         r"\['scale'\] have no dim to shard; give them shape \[1\];"
         r" \['layers.0'\] mixes trainable torch.bfloat16 and torch.float32",
     )
+    empty = Toy()
+    empty.norm.nothing = nn.Parameter(torch.zeros(0, 4))
+    refused(empty, r"\['norm.nothing'\] have no elements")
     scalar = Toy()
     scalar.norm.to(torch.bfloat16)
     scalar.hidden = nn.Parameter(torch.zeros(1))
     refused(scalar, "what no unit holds mixes")
 
+    tied = Toy()
+    tied.list = nn.ParameterList([tied.norm.weight])
+    refused(tied, "'norm', 'list' share a parameter but", units=["norm"])
     tied = Toy()
     tied.bias = tied.layers[0][0].bias  # held by the root and by a block
     refused(tied, "'', 'layers.0.0' share a parameter but can't be in one group")

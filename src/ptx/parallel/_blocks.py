@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -94,16 +94,22 @@ def resolve_units(model: nn.Module, units: Units | None, *, where: str) -> list[
         raise ValueError(
             f"{where}: units must be a list of names, got {units!r}; write [{units!r}]"
         )
+    if isinstance(units, nn.Module) or not isinstance(units, Iterable):
+        got = type(units).__name__
+        raise ValueError(f"{where}: units must be a list of names, got {got}; see find_blocks")
     modules = {name: module for name, module in clean_named_modules(model) if name}
     groups: list[list[str]] = []
     named_by: dict[str, str] = {}
     wrong: list[str] = []
     for unit in units:
-        patterns = [unit] if isinstance(unit, str) else list(unit)
+        patterns = list(unit) if isinstance(unit, list | tuple) else [unit]
         if not patterns:
             wrong.append("an empty list is no unit")
         group: list[str] = []
         for pattern in patterns:
+            if not isinstance(pattern, str):
+                wrong.append(_not_a_name(pattern, modules))
+                continue
             try:
                 names = match_names(pattern, modules, where=where)
             except ValueError as error:
@@ -115,7 +121,9 @@ def resolve_units(model: nn.Module, units: Units | None, *, where: str) -> list[
                     wrong.append(f"{name!r} is named twice, by {by}")
                 elif is_container(modules[name]):
                     kind, children = type(modules[name]).__name__, _join(name, "*")
-                    wrong.append(f"{name!r} is a {kind}, never called itself; write {children!r}")
+                    holds = next(modules[name].children(), None) is not None
+                    fix = f"write {children!r}" if holds else "name the module that uses it"
+                    wrong.append(f"{name!r} is a {kind}, never called itself; {fix}")
                 else:
                     named_by[name] = pattern
                     group.append(name)
@@ -136,9 +144,15 @@ def is_inside(name: str, outer: str) -> bool:
 def is_container(module: nn.Module) -> bool:
     """Whether the module only holds others and is never called, so no hook on it would run."""
     return (
-        isinstance(module, nn.ModuleList | nn.ModuleDict)
+        isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
         and type(module).forward is nn.Module.forward
     )
+
+
+def _not_a_name(unit: object, modules: dict[str, nn.Module]) -> str:
+    name = next((name for name, module in modules.items() if module is unit), None)
+    fix = f"write {name!r}" if name else "pass the names of submodules"
+    return f"units are names, not {type(unit).__name__}; {fix}"
 
 
 def _kind(module: nn.Module) -> type[nn.Module] | None:

@@ -132,6 +132,11 @@ def apply_fsdp2(
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"apply_fsdp2: the mesh must be a DeviceMesh, got {mesh!r}; pass ptx.fsdp_mesh(mesh), of"
+            " one rank too"
+        )
     names = mesh.mesh_dim_names or ()
     # fully_shard reads any 2-D mesh as HSDP: (dp_shard, cp) would be replicated over dp_shard.
     misread = mesh.ndim == 2 and (not names or names[0] in {"dp_shard", "cp"})
@@ -158,6 +163,8 @@ def _check_options(
         wrong.append("CPUOffloadPolicy needs an accelerator, and the mesh is on cpu; leave it out")
     if scalars := [name for name, p in clean_named_parameters(model) if p.ndim == 0]:
         wrong.append(f"{scalars} have no dim to shard; give them shape [1]")
+    if empty := [name for name, p in clean_named_parameters(model) if 0 in p.shape]:
+        wrong.append(f"{empty} have no elements, which torch can't reduce; make them buffers")
     seen: set[nn.Parameter] = set()
     modules = dict(clean_named_modules(model))
     for names in (*(group.names for group in plan.groups), [""]):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ptx._names import clean_name, clean_named_modules
+from ptx._names import clean_name, clean_named_modules, match_names
 from ptx.parallel._blocks import Units, is_container, resolve_units
 
 
@@ -80,6 +80,10 @@ class _Tree:
     def is_bare(self, name: str) -> bool:
         return next(self.modules[name].parameters(), None) is None
 
+    def can_be_called(self, name: str) -> bool:
+        """Whether hooks on it would run, and have parameters to gather."""
+        return not self.is_bare(name) and not is_container(self.modules[name])
+
     def is_inside(self, name: str, outer: str) -> bool:
         """Whether the one module is in the other, by any path, and isn't it."""
         if outer not in self._under:
@@ -117,15 +121,22 @@ def _find_head(
         getter = getattr(model, "get_output_embeddings", None)
         found = getter() if callable(getter) else None
         name = tree.name_of(found if found is not None else getattr(model, "output", None))
-        return None if name is None or tree.is_bare(name) else name
+        return name if name is not None and tree.can_be_called(name) else None
     name = tree.first_name.get(head) if isinstance(head, str) else tree.name_of(head)
-    if name is None or tree.is_bare(name):
-        what = repr(head) if isinstance(head, str) else type(head).__name__
-        raise ValueError(
-            f"{where}: head={what} is no submodule of {type(model).__name__} with parameters; pass"
-            " its name, such as 'lm_head', or the module itself"
-        )
-    return name
+    if name is not None and tree.can_be_called(name):
+        return name
+    what = repr(head) if isinstance(head, str) else type(head).__name__
+    names = [name for name in tree.modules if name and tree.can_be_called(name)]
+    if isinstance(head, str) and name is None:
+        names = match_names(head, names, where=f"{where}: head")
+        raise ValueError(f"{where}: head={what} must be one name; did you mean {names[0]!r}?")
+    if name is None:
+        wrong = f"no submodule of {type(model).__name__}; pass one, or its name"
+    elif tree.is_bare(name):
+        wrong = f"a {type(tree.modules[name]).__name__} without parameters; leave it out"
+    else:
+        wrong = f"a {type(tree.modules[name]).__name__}, never called itself; pass a module in it"
+    raise ValueError(f"{where}: head={what} is {wrong}")
 
 
 def _find_embedding(model: nn.Module, tree: _Tree) -> str | None:
@@ -159,8 +170,12 @@ def _join_owners(paths: list[str], groups: list[Group], tree: _Tree) -> str | No
     )
     loose = {tree.first_name[path] for path, home in zip(paths, homes) if home is None}
     others = [name for group in groups if group not in apart for name in group.names]
-    if any(not name or any(tree.is_inside(other, name) for other in others) for name in loose):
-        # Held by the root, or by a module that has other groups in it: that can't become a member.
+    if any(
+        is_container(tree.modules[name]) or any(tree.is_inside(other, name) for other in others)
+        for name in loose
+        if name
+    ) or "" in loose:
+        # Held by the root, by a list, or by a module with other groups in it: can't be a member.
         if any(group.asked for group in apart):
             return error
         groups[:] = [group for group in groups if group not in apart]
