@@ -18,6 +18,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 # Imported once by the server; the first test would otherwise pay for them on every rank.
 PRELOAD = (
@@ -159,6 +161,7 @@ def _rank_main(
     faulthandler.dump_traceback_later(timeout, file=sys.stderr)
     signal.alarm(int(timeout) + 10)  # should the parent die, so that nothing is left behind
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # its own lock is a semaphore that would outlive this rank
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         with warnings.catch_warnings():

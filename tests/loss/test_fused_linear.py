@@ -230,6 +230,7 @@ def test_default_chunk_fits_the_weight() -> None:
     assert default_chunk(2048, 256) == 256
     assert default_chunk(1100, 1024) == 560  # two of like size, not 1024 and 76
     assert default_chunk(100, 1024) == 112
+    assert default_chunk(2048, 1024, ranks=2) == 2048
     assert default_chunk(0, 64) == 1
 
 
@@ -429,14 +430,14 @@ def test_tp_matmuls_and_largest_tensor() -> None:
     hidden, labels = torch.randn(tokens, width), torch.randint(vocab_size, (tokens,))
     unit = 2 * tokens * width * vocab_size // 2
     # One exchange of all rows' statistics has to come before the first gradient.
-    for rows, matmuls in ((tokens, 3), (chunk, 4)):
+    for rows, matmuls in ((None, 3), (chunk, 4)):
         states = hidden.clone().requires_grad_()
         with FlopCounterMode(display=False) as counter, _Shapes() as seen:
             fused_linear_ce(states, weight, labels, chunk_tokens=rows).backward()
         assert counter.get_total_flops() == matmuls * unit
         whole = {weight.shape, weight.to_local().shape}
         largest = max(math.prod(shape) for shape in seen.shapes if shape not in whole)
-        assert largest == rows * vocab_size // 2
+        assert largest == (rows or tokens) * vocab_size // 2
 
 
 @distributed(world_size=4)

@@ -180,6 +180,8 @@ def test_raw_shards_and_unready_models_are_refused() -> None:
             fused_linear_ce(hidden, head, labels[0])
         with pytest.raises(ValueError, match=r"FSDP's shard.*pass the head module"):
             fused_linear_ce(hidden, head.weight, labels[0])
+        with pytest.raises(ValueError, match=r"FSDP's shard"):
+            fused_linear_ce(hidden, head.weight.detach() * 1, labels[0])
         fused_linear_ce(model(tokens[0], return_hidden=True), head, labels[0])
         handle = head.register_forward_hook(lambda *_: None)
         with pytest.raises(ValueError, match="hooks"):

@@ -452,80 +452,6 @@ def test_M05_casts_happen_at_the_entries_only():
         apply_fsdp2(llama(tie=True), mesh, mp_policy=policy)
 
 
-@distributed(world_size=2)
-def test_evaluation_leaves_nothing_gathered():
-    mesh = fsdp_mesh(build_mesh(device_type="cpu"))
-    tokens = batch(1)
-    for build in (own, lambda: own(tie=True), llama, lambda: llama(tie=True)):
-        torch.manual_seed(0)
-        reference = build()
-        torch.manual_seed(0)
-        model = apply_fsdp2(build(), mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        loss_of(logits, model, tokens).backward()
-        loss_of(logits, reference, tokens).backward()
-        with torch.no_grad():
-            logits(model, tokens)
-        left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-        assert left == [], left
-        optimizer.step()  # after an evaluation, before a forward
-        torch.optim.SGD(reference.parameters(), lr=1.0).step()
-        assert close(logits(model, tokens).detach(), logits(reference, tokens).detach())
-    model = apply_fsdp2(own(), mesh, reshard_after_forward=False)
-    with torch.no_grad():
-        model(tokens)
-    assert not isinstance(model.output.weight, DTensor)  # False keeps, as in torch
-
-
-TIED_PLAIN = {"own": own, "tied": lambda: own(tie=True), "Llama": llama}
-TIED_PLAIN["tied Llama"] = lambda: llama(tie=True)
-KEEPING = {
-    "True": {},
-    "False": {"reshard_after_forward": False},
-    "over 2 neighbours": {"reshard_after_forward": 2},
-    "head with norm": HEAD_AND_NORM,
-}
-
-
-def variants():
-    for build_name, build in TIED_PLAIN.items():
-        for name, options in KEEPING.items():
-            if "units" in options and build_name.endswith("Llama"):
-                options = {"units": ["model.layers.*", ["model.norm", "lm_head"]]}
-            for call in (logits, logits_by_head):
-                yield f"{build_name}, {name}, {call.__name__}", build, options, call
-
-
-def each_variant(check):
-    mesh = fsdp_mesh(build_mesh(device_type="cpu"))
-    for name, build, options, call in variants():
-
-        def pair(build=build, options=options):
-            torch.manual_seed(0)
-            reference = build()
-            torch.manual_seed(0)
-            return reference, apply_fsdp2(build(), mesh, **options)
-
-        try:
-            check(pair, call)
-        except Exception as error:
-            raise AssertionError(name) from error
-
-
-@distributed(world_size=4)
-def test_an_optimizer_built_after_an_evaluation_trains_all():
-    tokens = batch(1)
-
-    def check(pair, call):
-        reference, model = pair()
-        with torch.no_grad():
-            call(model, tokens)
-        if call is logits_by_head or model.output_kept is False:
-            pass
-        left = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
-        assert left == [], left
-
-
 @distributed(world_size=4)
 def test_checkpointed_and_compiled_blocks_come_before():
     mesh = build_mesh(device_type="cpu")
@@ -663,6 +589,38 @@ def test_head_is_found_named_or_unknown():
     middle.tok_embeddings = middle.norm = middle.output = None
     hidden = apply_fsdp2(middle, mesh, mp_policy=BF16)(torch.randn(1, SEQ, 16))
     assert hidden.dtype == torch.bfloat16
+
+
+class Heads(nn.Module):
+    """Its ``output`` is a list of heads, or of matrices: no module that is called."""
+
+    def __init__(self, matrices=False):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCAB, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Sequential(nn.Linear(6, 6))) for _ in range(2))
+        self.output = (
+            nn.ParameterList([nn.Parameter(torch.randn(VOCAB, 6)), torch.randn(VOCAB, 6)])
+            if matrices
+            else nn.ModuleList(nn.Linear(6, VOCAB) for _ in range(2))
+        )
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        first, second = self.output
+        return x @ (first + second).t() if torch.is_tensor(first) else first(x) + second(x)
+
+
+@distributed(world_size=2)
+def test_an_output_that_is_a_list_is_no_head():
+    mesh = build_mesh(device_type="cpu")
+    for matrices in (False, True):
+        assert_exact(lambda m=matrices: Heads(m), mesh)
+        model = Heads(matrices)
+        with pytest.raises(ValueError, match="head='output' is a .*List, never called itself"):
+            apply_fsdp2(model, fsdp_mesh(mesh), head="output")
+        apply_fsdp2(model, fsdp_mesh(mesh))  # nothing was changed
 
 
 @pytest.mark.gpu

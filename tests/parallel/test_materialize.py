@@ -732,6 +732,27 @@ def test_what_holds_a_parameter_is_refused_before_anything_changes(hold):
     assert not all_on_meta(model)
 
 
+def test_what_holds_a_buffer_or_a_real_tensor_does_not_matter():
+    def make():
+        model = nn.Sequential(nn.Linear(2, 2), Rotary())
+        model[1].register_buffer("start", model[1].inv_freq[:2])
+        return model
+
+    model = on_meta(make)
+    model.append(nn.Linear(2, 2))
+    held = weakref.ref(model[2].weight), weakref.ref(model[1].start), model[2].weight[0]
+
+    def init(model):
+        model[0].reset_parameters()
+        model[1].inv_freq.copy_(model[1].compute())
+        model[1].limit.fill_(1)
+        model[1].start.copy_(model[1].inv_freq[:2])
+
+    materialize(model, "cpu", seed=0, init=init)
+    assert torch.equal(model[1].start, Rotary().inv_freq[:2])
+    assert held[0]() is model[2].weight
+
+
 @distributed(world_size=1)
 def test_what_holds_a_sharded_parameter_is_refused_before_anything_changes():
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))

@@ -67,7 +67,7 @@ def fused_linear_ce(
         vocab_size: Number of real classes, if the last rows of the weight are padding (no
             probability, no gradient); None: all V.
         chunk_tokens: How many tokens' logits exist at a time; None: about as many as make them as
-            large as the weight.
+            large as the weight (on each rank of a tp mesh as the whole weight).
         ignore_index: Label whose positions add neither loss nor gradient.
         reduction: "mean" divides by the number of kept labels; "sum" doesn't divide; "none" gives
             [...], 0 where ignored.
@@ -121,11 +121,12 @@ def fused_linear_ce(
     kept = _kept_rows(target, ignore_index)
     if kept is not None:
         target = target[kept]
+    ranks = 1 if mesh is None else mesh.size()
     task = Task(
         target,
         kept,
-        chunk_tokens or default_chunk(target.numel(), width),
-        real_columns(1 if mesh is None else mesh.size(), classes, rows),
+        chunk_tokens or default_chunk(target.numel(), width, ranks),
+        real_columns(ranks, classes, rows),
         mesh,
         options,
     )

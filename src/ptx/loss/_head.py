@@ -108,14 +108,20 @@ def find_head(head: Tensor | nn.Module, bias: Tensor | None, where: str) -> Head
             f"{where}: head is a {type(head).__name__}, it must be a weight [V, H] or a module"
         )
     for given, name in ((head, "weight"), (bias, "bias")):
-        if isinstance(given, DTensor) and any(
-            parameter.sharded_param is given for _, parameter in _fsdp_parameters()
-        ):
+        if isinstance(given, DTensor) and _is_fsdp_shard(given):
             raise ValueError(
                 f"{where}: the head's {name} is FSDP's shard, whose gradient only FSDP can reduce;"
                 " pass the head module itself (head=model.output), which gathers it"
             )
     return Head(head, bias)
+
+
+def _is_fsdp_shard(tensor: DTensor) -> bool:
+    # By the mesh too: a detached or cast shard is another tensor.
+    return any(
+        parameter.sharded_param is tensor or parameter.mesh_info.mesh == tensor.device_mesh
+        for _, parameter in _fsdp_parameters()
+    )
 
 
 def local_part(tensor: Tensor, name: str, where: str) -> tuple[Tensor, DeviceMesh | None]:

@@ -192,9 +192,13 @@ class Gradients:
         return self.hidden, weight, self.bias
 
 
-def default_chunk(tokens: int, width: int) -> int:
-    """Rows for which a chunk of logits is about as large as the weight, in chunks of like size."""
-    largest = max(width, MIN_CHUNK)
+def default_chunk(tokens: int, width: int, ranks: int = 1) -> int:
+    """Rows for which a chunk of logits is about as large as the weight, in chunks of like size.
+
+    Of ``ranks`` that share the vocabulary each has a chunk as large as the whole weight: in return
+    most batches are a single chunk, which then need no matmul twice.
+    """
+    largest = max(width * ranks, MIN_CHUNK)
     chunks = max(1, -(-tokens // largest))
     rows = -(-tokens // chunks)
     return max(1, min(largest, -(-rows // 16) * 16))

@@ -66,7 +66,9 @@ def placed_buffers(
 
 
 def place_problem(tensor: Tensor) -> str | None:
-    """Why torch can't give this tensor other contents, and would fail half-way; None: it can."""
+    """Why torch can't swap this parameter's contents, and would fail half-way; None: it can."""
+    if not _is_swapped(tensor):
+        return None
     if weakref.getweakrefs(tensor):
         return "torch can't make it real while there are weak references to it; drop them"
     uses = tensor._use_count()  # type: ignore[attr-defined]  # what torch's swap_tensors looks at
@@ -81,10 +83,10 @@ def place_problem(tensor: Tensor) -> str | None:
 
 @contextmanager
 def weak_references_dropped(model: nn.Module) -> Iterator[None]:
-    """Inside, torch's RNNs have no weak references to their parameters on meta."""
+    """Inside, torch's RNNs have no weak references to parameters that are to be swapped."""
     # As their own _apply does; nothing public does it (torch 2.13).
     rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
-    rnns = [m for m in rnns if any(p.is_meta for p in m.parameters(recurse=False))]
+    rnns = [m for m in rnns if any(map(_is_swapped, m.parameters(recurse=False)))]
     for module in rnns:
         module._flat_weight_refs = []
     try:
@@ -92,6 +94,10 @@ def weak_references_dropped(model: nn.Module) -> Iterator[None]:
     finally:
         for module in rnns:
             module._init_flat_weights()
+
+
+def _is_swapped(parameter: Tensor) -> bool:
+    return parameter.is_meta or isinstance(parameter, DTensor)  # others are moved
 
 
 def _after_accumulation(tensor: Tensor) -> object:

@@ -38,22 +38,27 @@ def materialize(
 
     Only what is on meta is filled. Real parameters and buffers keep their values, whatever the
     initialisation would do to them; plain ones that are elsewhere are moved to ``device``. A model
-    without meta tensors is therefore moved at most. Parameters keep their identity, ties and
-    attributes; a tied one is keyed by its first name. Buffers come from the initialisation as well
-    (computed on CPU, then moved), and equal those of a model that was never on meta. torch's random
-    state stays as it was. If the initialisation raises, the model is still on meta as it was.
+    without meta tensors is therefore moved at most. Parameters keep their identity, ties,
+    attributes and hooks; a tied one is keyed by its first name. Buffers come from the
+    initialisation as well (computed on CPU, then moved), and equal those of a model that was never
+    on meta. torch's random state stays as it was. During the initialisation modules have the
+    classes that their author wrote, not FSDP's. All values are made before the model is touched: on
+    an error, also for want of memory, it is on meta as it was.
 
     Args:
         model: Any module, after apply_tp and apply_fsdp2, or torch's own, or none.
         device: Where plain tensors go, and the kind of device the meshes are on. Parameters that
             FSDP offloads go to CPU.
-        seed: Any int. None, before a load: parameters are allocated and hold NaN (integers 0), so
-            that one no load fills shows; buffers are restored.
+        seed: Any integer, numpy's as well. None, before a load: parameters are allocated and hold
+            NaN (integers 0), so that one no load fills shows; buffers are restored.
         init: Called as ``init(model)``. It may use draws, fills and arithmetic with numbers, in
             place, and copies of plain tensors; on whole parameters, slices and transposed views.
             None: ``model.init_weights()`` if there is one; for transformers models, also inside of
             others, their own initialisation; else ``reset_parameters()`` of each submodule,
-            children first, a tied parameter by the first module that fills it.
+            children first, a tied parameter by the first module that fills it. A model that
+            initialises itself in its constructor (``self.apply(self._init_weights)``, as nanoGPT)
+            isn't known by that: pass ``lambda m: m.apply(m._init_weights)``, and add what else the
+            constructor fills.
 
     Returns:
         The same model.
@@ -61,7 +66,9 @@ def materialize(
     Raises:
         ValueError: Nothing initialises some parameters or buffers (lists all); the initialisation
             draws outside of parameters, needs whole ones (``orthogonal_``, ``sparse_``, statistics)
-            or replaces them; the device doesn't fit a mesh. Every rank raises alike.
+            or replaces them; the device doesn't fit a mesh; something holds a view of or a weak
+            reference to a parameter; a module with the weight_norm, spectral_norm or pruning of
+            torch.nn.utils is on meta. Every rank raises alike.
 
     Cost: no communication. Memory beyond the shards: a block (1 MiB, up to 5 in a truncated
         normal), and what the initialisation itself allocates. Time to draw 100 M elements on one
@@ -88,8 +95,7 @@ def materialize(
                 made[id(parameter)] = real
             buffers = placed_buffers(outcome.buffers, slots, home)
         for tensor in [slot.tensor for slot in slots]:
-            real_one = not tensor.is_meta and not isinstance(tensor, DTensor)
-            if real_one and tensor.device != home and id(tensor) not in made:
+            if not tensor.is_meta and id(tensor) not in made and _changes(tensor, home):
                 made[id(tensor)] = tensor.detach().to(home)
         place(model, made, buffers)  # the model changes from here on, and no sooner
     return model
@@ -122,24 +128,29 @@ def _homes(model: nn.Module, slots: list[Slot], device: torch.device) -> dict[in
     """The id of each meta tensor -> the device it goes to; raises ValueError if one can't go."""
     offloaded = _offloaded(model)
     homes, problems = {}, _computed_attributes(model)
-    has_views = bool(problems)  # of parameters, by what computes the attributes
+    # Then parameters have views, by what computes the attributes.
+    check_uses = not problems and any(_changes(slot.tensor, device) for slot in slots)
     for slot in slots:
         tensor = slot.tensor
         if nn.parameter.is_lazy(tensor):
             problems.append(f"{slot.name}: has no shape yet; run the lazy module once, on meta")
         elif tensor.is_meta:
             homes[id(tensor)] = torch.device("cpu") if id(tensor) in offloaded else device
-            if not has_views and (problem := place_problem(tensor)):
-                problems.append(f"{slot.name}: {problem}")
             if problem := _init_draw.shard_problem(tensor):
                 problems.append(f"{slot.name}: {problem}")
             elif isinstance(tensor, DTensor) and id(tensor) not in offloaded:
                 kind = tensor.device_mesh.device_type
                 if kind != device.type:
                     problems.append(f"{slot.name}: its mesh is on {kind}, not on {device}")
+        if check_uses and not slot.is_buffer and (problem := place_problem(tensor)):
+            problems.append(f"{slot.name}: {problem}")
     if problems:
         raise ValueError("\n- ".join(["materialize: tensors that can't be made real:", *problems]))
     return homes
+
+
+def _changes(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.is_meta or (not isinstance(tensor, DTensor) and tensor.device != device)
 
 
 def _computed_attributes(model: nn.Module) -> list[str]:
