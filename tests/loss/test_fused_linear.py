@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -301,9 +302,10 @@ def test_a_module_that_computes_something_else_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
-    replaced = copy.deepcopy(linear)
-    replaced.forward = lambda x: x  # type: ignore[method-assign]
-    for other in (Scaled(5, 13), nn.Sequential(linear), replaced):
+    replaced, wrapped = copy.deepcopy(linear), copy.deepcopy(linear)
+    replaced.forward = partial(linear.forward)  # type: ignore[method-assign]
+    wrapped.forward = wraps(linear.forward)(lambda x: 2 * linear(x))  # type: ignore[method-assign]
+    for other in (Scaled(5, 13), nn.Sequential(linear), replaced, wrapped):
         with pytest.raises(ValueError, match=r"a forward other than nn\.Linear's"):
             fused_linear_ce(hidden, other, labels)
 

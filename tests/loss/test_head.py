@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -221,6 +222,20 @@ def test_head_beside_the_root() -> None:
             (model.model.layers["0"].attention.wq.weight, want.layers["0"].attention.wq.weight),
         ):
             torch.testing.assert_close(_whole(got.grad), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_size=2)
+def test_head_that_is_the_whole_model() -> None:
+    mesh = ptx.build_mesh(device_type="cpu")
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(2, 4, 5), torch.randint(7, (2, 4))  # a row for each rank
+    plain = nn.Linear(5, 7)
+    model = ptx.apply_fsdp2(copy.deepcopy(plain), ptx.fsdp_mesh(mesh), units=[])
+    mine = mesh["dp_shard"].get_local_rank()
+    fused_linear_ce(hidden[mine], model, labels[mine]).backward()
+    F.cross_entropy(plain(hidden).flatten(0, 1), labels.flatten()).backward()
+    for got, want in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(_whole(got.grad), want.grad)
 
 
 @distributed(world_size=1)

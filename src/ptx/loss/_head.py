@@ -153,7 +153,7 @@ def _of_module(module: nn.Module, bias: Tensor | None, where: str) -> Head:
     wrong = []
     if bias is not None:
         wrong.append("bias was given beside a module, which has its own; leave it out")
-    if not (isinstance(module, nn.Linear) and _has_own_forward(module)):
+    if not (isinstance(module, nn.Linear) and _is_linear(module)):
         wrong.append(
             f"{type(module).__name__} has a forward other than nn.Linear's, and only x @ W.T (+ b)"
             " can be computed here; pass the nn.Linear inside, or ptx.cross_entropy its logits"
@@ -177,15 +177,21 @@ def _of_module(module: nn.Module, bias: Tensor | None, where: str) -> Head:
     return Head(weight, own_bias, module)
 
 
-def _has_own_forward(module: nn.Linear) -> bool:
+def _is_linear(module: nn.Linear) -> bool:
     if type(module).forward is not nn.Linear.forward:
         return False
     override = module.__dict__.get("forward")
-    # apply_fsdp2 puts a check around a root's.
+    # apply_fsdp2 puts a check around a root's; others replace it to compute something else.
     return override is None or (
-        inspect.unwrap(override).__globals__["__name__"] == nn.Linear.__module__
-        and override.__globals__["__name__"].startswith("ptx.parallel.")
+        _home(override).startswith("ptx.parallel.")
+        and _home(inspect.unwrap(override)) == nn.Linear.__module__
     )
+
+
+def _home(function: Any) -> str:
+    """The module a function was written in: functools.wraps replaces its ``__module__``."""
+    name: str = getattr(function, "__globals__", {}).get("__name__", "")
+    return name
 
 
 def _foreign_hooks(module: nn.Module) -> list[str]:

@@ -111,7 +111,9 @@ class _Gathered:
             self._free()
             if self.in_part:
                 in_place: Any = self.module
-                in_place.unshard(async_op=True).wait()  # async: in order with the optimizer's stream
+                in_place.unshard(
+                    async_op=True
+                ).wait()  # async: in order with the optimizer's stream
                 self.seen = self._shards()
         self.look()
 

@@ -170,11 +170,14 @@ def _join_owners(paths: list[str], groups: list[Group], tree: _Tree) -> str | No
     )
     loose = {tree.first_name[path] for path, home in zip(paths, homes) if home is None}
     others = [name for group in groups if group not in apart for name in group.names]
-    if any(
-        is_container(tree.modules[name]) or any(tree.is_inside(other, name) for other in others)
-        for name in loose
-        if name
-    ) or "" in loose:
+    if (
+        any(
+            is_container(tree.modules[name]) or any(tree.is_inside(other, name) for other in others)
+            for name in loose
+            if name
+        )
+        or "" in loose
+    ):
         # Held by the root, by a list, or by a module with other groups in it: can't be a member.
         if any(group.asked for group in apart):
             return error

@@ -22,11 +22,11 @@ def original_classes(model: nn.Module) -> Iterator[None]:
     wrapped = {m: type(m) for m in model.modules() if _original(type(m)) is not type(m)}
     try:
         for module, kind in wrapped.items():
-            module.__class__ = _original(kind)  # type: ignore[assignment]
+            module.__class__ = _original(kind)
         yield
     finally:
         for module, kind in wrapped.items():
-            module.__class__ = kind  # type: ignore[assignment]
+            module.__class__ = kind
 
 
 def _original(kind: type[nn.Module]) -> type[nn.Module]:

@@ -49,7 +49,7 @@ def place(model: nn.Module, made: dict[int, Tensor], buffers: list[tuple[Slot, T
         if hooks:
             tensor._backward_hooks = hooks
         if after_accumulation:
-            tensor._post_accumulate_grad_hooks = after_accumulation  # type: ignore[attr-defined]
+            tensor._post_accumulate_grad_hooks = after_accumulation  # type: ignore[assignment]
 
 
 def placed_buffers(

@@ -62,9 +62,10 @@ def apply_tp(model: M, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle] | Non
 
     Raises:
         ValueError: The mesh isn't 1-D, or is a data dim of `build_mesh`; the model went through
-            this or a later step already; a key matches nothing, or two match one module; a style doesn't fit its module; heads or
-            features don't split; tied parameters would be sharded differently; no key covers a
-            parameter. Under sequence parallelism, later: the model is called with a sequence that
+            this or a later step already; a key matches nothing, or two match one module; a style
+            doesn't fit its module; heads or features don't split; tied parameters would be sharded
+            differently; no key covers a parameter; called with tokens that are no row of a split
+            embedding. Under sequence parallelism, later: the model is called with a sequence that
             tp doesn't divide; every rank raises, before any communication over tp.
 
     Cost: a real model's parameters are sent from the first rank, a scatter or broadcast each; none
