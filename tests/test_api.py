@@ -10,7 +10,13 @@ import pytest
 import ptx
 
 PUBLIC = {
-    "ptx.loss": ["cross_entropy", "token_mean", "token_scale", "vocab_parallel_ce"],
+    "ptx.loss": [
+        "cross_entropy",
+        "fused_linear_ce",
+        "token_mean",
+        "token_scale",
+        "vocab_parallel_ce",
+    ],
     "ptx.mesh": ["build_mesh", "data_mesh", "fsdp_mesh", "loss_mesh", "seed_ranks"],
     "ptx.model": [
         "LinearScaling",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ptx.loss import cross_entropy as cross_entropy
+    from ptx.loss import fused_linear_ce as fused_linear_ce
     from ptx.loss import token_mean as token_mean
     from ptx.loss import token_scale as token_scale
     from ptx.loss import vocab_parallel_ce as vocab_parallel_ce
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ptx.loss": (
         "cross_entropy",
+        "fused_linear_ce",
         "token_mean",
         "token_scale",
         "vocab_parallel_ce",

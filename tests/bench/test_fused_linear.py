@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from interleaved import paired_ratio
 
-from ptx.loss._fused_linear import fused_linear_ce
+from ptx.loss import fused_linear_ce
 
 # N, H, V, dtype; times the three matmuls, times eager.
 SHAPES = [

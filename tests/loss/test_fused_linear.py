@@ -20,8 +20,8 @@ from collectives import CollectiveLog
 from harness import distributed
 from loss import conformance
 from ptx.loss import _column_stats as column_stats
-from ptx.loss._fused_linear import fused_linear_ce
-from ptx.loss._head_chunks import default_chunk
+from ptx.loss import fused_linear_ce
+from ptx.loss._head_task import default_chunk
 
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "logit_scale": 0.7}
 
@@ -135,7 +135,7 @@ def test_later_writes_to_the_inputs() -> None:
         loss.backward()  # starts anew, from what is no longer there
 
 
-def test_bf16_error_is_eagers_for_any_number_of_chunks() -> None:
+def test_L09_bf16_error_is_eagers_for_any_number_of_chunks() -> None:
     """L09."""
     torch.manual_seed(0)
     hidden = torch.randn(1024, 64).bfloat16()
@@ -332,7 +332,7 @@ def test_conformance_on_two_tp_ranks() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @distributed(world_size=4)
-def test_tp_is_one_process(reduction: str) -> None:
+def test_L12_tp_is_one_process(reduction: str) -> None:
     """L12: the hidden state's gradient is summed over tp, once; L15's tp half."""
     tp = init_device_mesh("cpu", (4,))
     for rows, extra in ((13, {}), (12, EVERYTHING), (3, {}), (13, EVERYTHING | {"vocab_size": 5})):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import ptx
 from harness import distributed
-from ptx.loss._fused_linear import fused_linear_ce
+from ptx.loss import fused_linear_ce
 from ptx.loss._head import find_head
 from ptx.parallel import accumulate_grads
 
@@ -32,7 +32,7 @@ MICRO_BATCHES = 2
 
 @pytest.mark.parametrize("group", GROUPS)
 @distributed(world_size=2)
-def test_every_group(group: str) -> None:
+def test_L15_every_group(group: str) -> None:
     """L15: the head's gradient is the average over ranks with different data."""
     mesh = ptx.build_mesh(device_type="cpu")
     for freed, reduction in product((False, True), ("sum", "none")):

@@ -1,8 +1,9 @@
 """Losses of plain and vocabulary-sharded logits, every token weighing the same."""
 
 from ptx.loss._cross_entropy import cross_entropy as cross_entropy
+from ptx.loss._fused_linear import fused_linear_ce as fused_linear_ce
 from ptx.loss._token_scale import token_mean as token_mean
 from ptx.loss._token_scale import token_scale as token_scale
 from ptx.loss._vocab_parallel import vocab_parallel_ce as vocab_parallel_ce
 
-__all__ = ["cross_entropy", "token_mean", "token_scale", "vocab_parallel_ce"]
+__all__ = ["cross_entropy", "fused_linear_ce", "token_mean", "token_scale", "vocab_parallel_ce"]

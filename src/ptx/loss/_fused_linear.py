@@ -14,16 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ptx._checks import can_read
 from ptx.loss._column_stats import real_columns
 from ptx.loss._head import Head, find_head, local_part, split_over
-from ptx.loss._head_chunks import (
-    Gradients,
-    Needs,
-    Softmax,
-    Task,
-    default_chunk,
-    gradients_of,
-    losses_and_gradients,
-    losses_of,
-)
+from ptx.loss._head_chunks import Softmax, gradients_of, losses_and_gradients, losses_of
+from ptx.loss._head_gradients import Gradients, Needs
+from ptx.loss._head_task import Task, default_chunk
 from ptx.loss._labels import flat_labels, require_classes
 from ptx.loss._options import LossOptions, Reduction, loss_dtype
 

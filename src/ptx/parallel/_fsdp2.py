@@ -49,8 +49,11 @@ def apply_fsdp2(
     parameters after the forward and gathers them again in the backward, False keeps them, an int
     keeps them sharded over that many neighbouring ranks. The group that holds the head keeps them
     whatever the flag says, so that a loss may use ``model.output`` again and again; the root does
-    too, as by torch's default. A call without gradients frees those two at its end, unless the flag
-    is False: kept parameters would hide later changes of the sharded ones.
+    too, as by torch's default. What is kept is a copy, so: a call without gradients (of the model,
+    or of the head by itself) frees it at its end; with False, only if there are gradients that wait
+    for a step. And a forward gathers anew what one without a backward left, if the shards may have
+    changed. But between such a forward and the next ``parameters()`` gives the copies: evaluate
+    under ``no_grad`` before you build an optimizer, clip or zero gradients.
 
     Root: it is ``model``. If the head lies outside the module that holds all the rest, as in a
     transformers CausalLM, that module is the root and the head stands beside it; ``model(tokens)``
@@ -86,8 +89,8 @@ def apply_fsdp2(
 
     Raises:
         ValueError: A model that is sharded already; a mesh that FSDP can't shard over; units, head
-            or tied parameters as the message says; parameters that ``fully_shard`` doesn't take; a
-            wrong int; offloading on CPU. All before any communication.
+            or tied parameters as the message says; parameters that ``fully_shard`` doesn't take (no
+            dim, no elements, mixed dtypes); a wrong int; offloading on CPU. All before any communication.
 
     Cost: per rank 1/size of parameters, gradients and optimizer state, and one or two whole groups.
     Now one broadcast per real tensor and mesh dim. Per step and group one all-gather (two with
