@@ -4,13 +4,14 @@ import subprocess
 import sys
 
 SCRIPT = """
-import logging, warnings
+import sys, warnings
 warnings.simplefilter("error")
 import torch.distributed as dist
 import ptx
 mesh = ptx.build_mesh(tp=%d, device_type="cpu")
 total = ptx.data_mesh(mesh).size() * mesh["tp"].size()
-print("world", dist.get_world_size(), total, dist.get_backend())
+line = f"world {dist.get_world_size()} {total} {dist.get_backend()}\\n"
+sys.stdout.write(line)  # in one piece, as ranks share the pipe
 """
 
 
