@@ -597,7 +597,9 @@ class Heads(nn.Module):
     def __init__(self, matrices=False):
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCAB, 6)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Sequential(nn.Linear(6, 6))) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Sequential(nn.Linear(6, 6)), nn.Tanh()) for _ in range(2)
+        )
         self.output = (
             nn.ParameterList([nn.Parameter(torch.randn(VOCAB, 6)), torch.randn(VOCAB, 6)])
             if matrices
@@ -618,7 +620,7 @@ def test_an_output_that_is_a_list_is_no_head():
     for matrices in (False, True):
         assert_exact(lambda m=matrices: Heads(m), mesh)
         model = Heads(matrices)
-        with pytest.raises(ValueError, match="head='output' is a .*List, never called itself"):
+        with pytest.raises(ValueError, match=r"head='output' is a .*List, never called itself"):
             apply_fsdp2(model, fsdp_mesh(mesh), head="output")
         apply_fsdp2(model, fsdp_mesh(mesh))  # nothing was changed
 

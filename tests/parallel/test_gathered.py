@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from collectives import CollectiveLog
 from harness import distributed
@@ -218,7 +219,7 @@ def test_a_forward_that_raises_ends():
         model(tokens + 1000)
     model.reset_iter_state()
     with torch.no_grad():
-        logits_by_head(model, tokens)
+        model.output(torch.randn(2, 16))
     assert gathered(model) == []
 
 
@@ -240,22 +241,49 @@ def test_the_whole_model_compiled():
     assert close(got, logits(model, tokens).detach())
 
 
+class HeadInBackward(torch.autograd.Function):
+    """Calls the head in the forward and again in the backward, both without gradients."""
+
+    @staticmethod
+    def forward(ctx, hidden, head):
+        ctx.head = head
+        ctx.save_for_backward(hidden)
+        return head(hidden)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.no_grad():
+            ctx.head(*ctx.saved_tensors)
+            weight = ctx.head.weight  # still gathered
+        assert not isinstance(weight, DTensor)
+        return grad @ weight, None
+
+
 @distributed(world_size=2)
-def test_a_head_that_is_a_checkpoint_of_its_own():
-    """Its recomputation runs in the backward, where nothing may be freed."""
+def test_a_forward_inside_a_backward_frees_nothing():
     mesh = fsdp_mesh(build_mesh(device_type="cpu"))
     tokens = batch(1)
-    for options in ({}, HEAD_AND_NORM):
-        torch.manual_seed(0)
-        reference = own()
-        torch.manual_seed(0)
-        model = apply_fsdp2(own(), mesh, **options)
 
-        def call(each, tokens):
-            hidden = each(tokens, return_hidden=True)
-            return torch.utils.checkpoint.checkpoint(each.output, hidden, use_reentrant=False)
+    def checkpointed(each, tokens):
+        return checkpoint(each, tokens, use_reentrant=False)
 
-        for each in (model, reference):
-            loss_of(call, each, tokens).backward()
-        for n, p in reference.named_parameters():
-            assert close(full(model.get_parameter(n).grad), p.grad), n
+    def checkpointed_head(each, tokens):
+        hidden = each(tokens, return_hidden=True)
+        return checkpoint(each.output, hidden, use_reentrant=False)
+
+    def own_function(each, tokens):
+        return HeadInBackward.apply(each(tokens, return_hidden=True), each.output)
+
+    for call in (checkpointed, checkpointed_head, own_function):
+        for options in ({}, HEAD_AND_NORM, FALSE):
+            torch.manual_seed(0)
+            reference = own()
+            torch.manual_seed(0)
+            model = apply_fsdp2(own(), mesh, **options)
+            for each in (model, reference):
+                for _ in range(2):
+                    loss_of(call, each, tokens).backward()
+            for n, p in reference.named_parameters():
+                got = model.get_parameter(n).grad
+                assert (got is None) == (p.grad is None), (call, options, n)
+                assert p.grad is None or close(full(got), p.grad), (call, options, n)

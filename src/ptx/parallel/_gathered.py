@@ -59,7 +59,7 @@ def keep_fresh(
                 group.look()
 
     def after_head(*_: Any) -> None:
-        if torch.is_grad_enabled() and not running:
+        if torch.is_grad_enabled():
             for group in head_groups:
                 group.note_part()
         settle(head_groups)
@@ -110,10 +110,9 @@ class _Gathered:
         if left and self._may_have_changed():
             self._free()
             if self.in_part:
-                in_place: Any = self.module
-                in_place.unshard(
-                    async_op=True
-                ).wait()  # async: in order with the optimizer's stream
+                module: Any = self.module
+                # Async means on the stream in which the optimizer wrote, and so after it.
+                module.unshard(async_op=True).wait()
                 self.seen = self._shards()
         self.look()
 
