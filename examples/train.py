@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -98,10 +99,11 @@ def main(args: Args) -> None:
         ptx.apply_ac(model, args.ac)
     if args.compile:
         ptx.apply_compile(model)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     ptx.apply_fsdp2(
         model,
         ptx.fsdp_mesh(mesh),
-        mp_policy=mixed_precision(args.dtype),
+        mp_policy=bf16 if args.dtype == "bf16" else MixedPrecisionPolicy(),
         reshard_after_forward=args.reshard_after_forward,
     )
     ptx.materialize(model, device, seed=args.seed)
@@ -112,15 +114,12 @@ def main(args: Args) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args))
 
     parameters = sum(p.numel() for p in model.parameters())
-    log.say(
-        f"{parameters / 1e6:.1f} M parameters, {len(corpus.train) / 1e6:.2f} M tokens to train on,"
-        f" {dist.get_world_size()} processes"
-    )
+    log.say(f"{parameters / 1e6:.1f} M parameters, {dist.get_world_size()} processes")
     losses = ptx.loss_mesh(mesh)
     tokens_per_step = args.global_batch * args.seq_len
     logged_at, logged_step = time.perf_counter(), 0
 
-    for step, (tokens, labels) in enumerate(batches, 1):
+    for step, (tokens, labels) in enumerate(islice(batches, args.steps), 1):
         tokens, labels = tokens.to(device), labels.to(device)
         micro_batches = list(zip(tokens.chunk(args.grad_accum), labels.chunk(args.grad_accum)))
         scale = ptx.token_scale(labels, losses)
@@ -161,8 +160,6 @@ def main(args: Args) -> None:
             log.say(f"step {step:5d}/{args.steps}  validation loss {valid_loss:.4f}")
             log.record({"train/tokens_seen": step * tokens_per_step, "valid/loss": valid_loss})
             logged_at, logged_step = time.perf_counter(), step  # validation isn't training speed
-        if step == args.steps:
-            break
 
     text = generate(
         model, corpus.tokenizer, args.prompt, new_tokens=60, seq_len=args.seq_len, device=device
@@ -173,12 +170,6 @@ def main(args: Args) -> None:
         log.say(f"  {name:10s} {nats:.3f}")
     log.plot({name: floors[name] for name in ("unigram", "bigram")})
     log.close()
-
-
-def mixed_precision(dtype: str) -> MixedPrecisionPolicy:
-    if dtype == "fp32":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def lr_factor(step: int, args: Args) -> float:
