@@ -49,7 +49,8 @@ bench: $(VENV)/.dev  ## time and memory, as ratios to a floor measured in the sa
 	$(PYTEST) -m bench tests/bench --timeout 1800 -s
 
 gpu-check:  ## what needs an accelerator, on the torch that is installed (no network, no virtual environment)
-	PYTHONPATH=src $(PYTHON) -m pytest -o addopts=--import-mode=importlib -W ignore::pytest.PytestConfigWarning -m gpu tests
+	PYTHONPATH=src $(PYTHON) -m pytest -o addopts=--import-mode=importlib -W ignore::pytest.PytestConfigWarning \
+		--continue-on-collection-errors -m gpu tests
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache runs
