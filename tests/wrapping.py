@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +31,8 @@ def wrap_by_ptx(model: ptx.Transformer, mesh: DeviceMesh) -> nn.Module:
 
 
 def wrap_by_hand(model: ptx.Transformer, mesh: DeviceMesh) -> nn.Module:
+    # Of this embedding, whose output still waits for its reduce-scatter; with ptx it has arrived.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     if mesh["tp"].size() > 1:
         _parallelize_by_hand(model, mesh["tp"])
     dp = ptx.fsdp_mesh(mesh)
