@@ -644,3 +644,38 @@ def test_cpu_offload_on_an_accelerator():
         torch.testing.assert_close(norm.cpu(), want, rtol=1e-4, atol=0)
     finally:
         dist.destroy_process_group()
+
+
+class Experts(nn.Module):
+    """Each sample goes to one of the experts, which may get none."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2)) for _ in range(2)
+        )
+
+    def forward(self, x, route):
+        for experts in self.layers:
+            parts = [expert(x[route == i]) for i, expert in enumerate(experts) if i in route]
+            x = x + torch.cat(parts)
+        return x
+
+
+@pytest.mark.parametrize("routes", [[[0, 0], [1, 1]], [[0, 1], [1, 1]]], ids=["equal", "unequal"])
+@distributed(world_size=2)
+def test_ranks_that_use_different_parameters_are_exact_once_torch_is_told(routes):
+    """As docs/fsdp2.md says; without it the first is silently wrong and the second aborts."""
+    torch.manual_seed(0)
+    reference, inputs = Experts(), torch.randn(2, 2, 4)
+    for x, route in zip(inputs, routes):
+        (reference(x, torch.tensor(route)).square().sum() / 2).backward()
+
+    torch.manual_seed(0)
+    mesh = build_mesh(device_type="cpu")
+    model = apply_fsdp2(Experts(), fsdp_mesh(mesh), units=[["layers.*.*"]])
+    model.set_reduce_scatter_unused_params(True)
+    rank = dist.get_rank()
+    model(inputs[rank], torch.tensor(routes[rank])).square().sum().backward()
+    for (name, got), want in zip(model.named_parameters(), reference.parameters()):
+        torch.testing.assert_close(got.grad.full_tensor(), want.grad, msg=name)

@@ -210,6 +210,18 @@ def test_a_world_of_one():
         assert_replicas_equal(meta, mesh)
 
 
+@distributed(world_size=2)
+def test_on_meta_on_one_rank_only():
+    mesh = build_mesh(device_type="cpu")
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = nn.Linear(2, 2)
+    fails_with(
+        model, mesh, "'bias' (2,) torch.float32 on meta is on rank 1 and not on both of ranks"
+    )
+    with pytest.raises(ValueError, match="on meta; call materialize first"):
+        assert_replicas_equal(nn.Linear(2, 2, device="meta"), mesh)
+
+
 def test_checksum(monkeypatch):
     """Every single change is seen, moved words and chunks too; alignment doesn't matter."""
     monkeypatch.setattr(_replicas, "WORDS", 4)

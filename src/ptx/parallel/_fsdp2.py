@@ -66,6 +66,9 @@ def apply_fsdp2(
     and a head in a group of its own return. Gradients have the dtype that the parameters were built
     with. Buffers are never cast.
 
+    Each rank must use the same parameters in a step. If experts or branches depend on the data, call
+    the model's ``set_reduce_scatter_unused_params(True)``: gradients would be silently wrong.
+
     Start: real (not meta) parameters and buffers get the values of the first rank of ``mesh``, so
     ranks can't start apart. Meta tensors are left for `materialize`.
 

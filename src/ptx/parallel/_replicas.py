@@ -36,7 +36,7 @@ def assert_replicas_equal(model: nn.Module | Sequence[nn.Module], mesh: DeviceMe
         AssertionError: On every rank: the first tensor that differs, the ranks that disagree, and
             how many more tensors do. Values are compared as bits: NaNs of the same bits are equal,
             0.0 and -0.0 aren't.
-        ValueError: A parameter or buffer is on meta.
+        ValueError: A parameter or buffer is on meta (on some ranks only: AssertionError).
 
     Cost: one read of all local tensors; per mesh dim an all-gather of two integers and one of two
     for each tensor; an all-reduce of one flag over all ranks. Waits for the device. Checksums have 64
@@ -45,30 +45,22 @@ def assert_replicas_equal(model: nn.Module | Sequence[nn.Module], mesh: DeviceMe
     Source: what goes unseen otherwise: https://github.com/allenai/OLMo-core/pull/319.
     """
     tensors = _named_tensors(model)
+    names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
+    dims = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1 and names[dim] != "pp"]
+    if dims:
+        device = torch.device(mesh.device_type)
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        table = _table([tensor for _, tensor in tensors], device)
+        kinds = [f"{name!r} {_kind(tensor)}" for name, tensor in tensors]
+        found = [_compare(kinds, table, mesh.get_group(dim), names[dim]) for dim in dims]
+        _raise_together(next((text for text in found if text), ""), device)
+    # Not before: were it so on some ranks only, the others would wait for them.
     if meta := [name for name, tensor in tensors if tensor.is_meta]:
         raise ValueError(
             f"assert_replicas_equal: {meta[0]!r} (of {len(meta)} tensors) is on meta; call materialize"
             " first"
         )
-    names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
-    dims = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1 and names[dim] != "pp"]
-    if not dims:
-        return
-    device = torch.device(mesh.device_type)
-    if device.type != "cpu":
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-
-    table = _table([tensor for _, tensor in tensors], device)
-    kinds = [f"{name!r} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
-    found = [_compare(kinds, table, mesh.get_group(dim), names[dim]) for dim in dims]
-    mine = next((text for text in found if text), "")
-    # Only some groups saw it. If their ranks alone raised, the others would wait for them for ever.
-    failed = torch.tensor(int(bool(mine)), device=device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if failed:
-        texts = [""] * dist.get_world_size()
-        dist.all_gather_object(texts, mine)
-        raise AssertionError("assert_replicas_equal: " + next(text for text in texts if text))
 
 
 def _named_tensors(model: nn.Module | Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
@@ -77,11 +69,29 @@ def _named_tensors(model: nn.Module | Sequence[nn.Module]) -> list[tuple[str, Te
     return [(clean_name(name), tensor) for name, tensor in named]
 
 
+def _raise_together(mine: str, device: torch.device) -> None:
+    """Only some groups saw it. If their ranks alone raised, the others would wait for them for ever."""
+    failed = torch.tensor(int(bool(mine)), device=device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if failed:
+        texts = [""] * dist.get_world_size()
+        dist.all_gather_object(texts, mine)
+        raise AssertionError("assert_replicas_equal: " + next(text for text in texts if text))
+
+
+def _kind(tensor: Tensor) -> str:
+    meta = " on meta" if tensor.is_meta else ""
+    return f"{tuple(tensor.shape)} {tensor.dtype}{meta}"
+
+
 def _table(tensors: list[Tensor], device: torch.device) -> Tensor:
     """[n, 2], int64: which shard it is, and a checksum of this rank's bits of it."""
     weights: dict[torch.device, Tensor] = {}
     rows = [torch.zeros(0, 2, dtype=torch.int64, device=device)]
     for tensor in tensors:
+        if tensor.is_meta:
+            rows.append(torch.zeros(1, 2, dtype=torch.int64, device=device))
+            continue
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.device not in weights:
             weights[local.device] = _random_odd(WORDS).to(local.device)
@@ -152,7 +162,8 @@ def _compare(kinds: list[str], table: Tensor, group: dist.ProcessGroup, dim: str
 
 def _other_tensors(every: list[list[str]], ranks: list[int], dim: str) -> str:
     for rank, kinds in zip(ranks, every):
-        if odd := sorted(set(kinds) ^ set(every[0])):
+        odd = sorted(set(kinds) ^ set(every[0]), key=lambda kind: (not kind.endswith("meta"), kind))
+        if odd:
             where = rank if odd[0] in kinds else ranks[0]
             return f"{odd[0]} is on rank {where} and not on both of ranks {[ranks[0], rank]} of {dim!r}"
     return f"the ranks {ranks} of {dim!r} hold the same tensors in another order"
