@@ -6,80 +6,28 @@ torchrun --nproc-per-node 4 examples/train.py --tp 2
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 import tyro
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import ptx
+from arguments import Args, check
 from baselines import baselines
-from data import CORPUS, Tokens, TrainBatches, load_corpus, validation_batches
+from data import TrainBatches, load_corpus, validation_batches
+from evaluation import validate
 from generate import generate
+from losses import make_loss
 from metrics import RunLog
-
-
-@dataclass
-class Args:
-    """Train on the State of the Union addresses of 1790 to 2021."""
-
-    model: str = "debug"
-    """Preset: debug, s, m, l, xl, ... (ptx.preset); the vocabulary is the tokenizer's."""
-    steps: int = 600
-    """Optimizer steps."""
-    global_batch: int = 16
-    """Samples per step, over all ranks: the same samples on any number of ranks."""
-    seq_len: int = 256
-    """Tokens per sample."""
-    lr: float = 3e-3
-    """Peak learning rate, after the warm-up; falls to a tenth by a cosine."""
-    warmup: int = 50
-    """Steps of linear warm-up."""
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
-    """Gradients are clipped to this global norm."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of parameters and activations in forward and backward; master weights and sums stay fp32."""
-    seed: int = 0
-
-    dp_replicate: int = 1
-    """Replicas of the sharded model (HSDP)."""
-    dp_shard: int = -1
-    """Ranks that shard one replica (FSDP2); -1: all that are left."""
-    tp: int = 1
-    """Ranks that share each matrix (tensor and sequence parallel)."""
-    reshard_after_forward: bool = True
-    """True: ZeRO-3, parameters are gathered again for the backward; False: ZeRO-2."""
-
-    ac: Literal["none", "full", "selective"] = "none"
-    """Activation checkpointing of the blocks: recompute all of a block, or what is cheap."""
-    compile: bool = False
-    """Compile the blocks (torch.compile)."""
-    grad_accum: int = 1
-    """Micro-batches that a rank's share of the global batch is computed in."""
-
-    log_every: int = 10
-    valid_every: int = 200
-    """Steps between validations; the last step always is one."""
-    out: Path = Path("runs/train")
-    """Where metrics.jsonl and loss.png go."""
-    corpus: Path = CORPUS
-    """Text to train on, one document a line (corpus/SOURCE.md)."""
-    cache: Path = Path(".cache/ptx")
-    """Where the tokenised corpus is kept."""
-    prompt: str = "Fellow citizens of the Senate and of the House of Representatives:"
-    """What the trained model continues."""
+from schedule import lr_factor
 
 
 def main(args: Args) -> None:
+    check(args)
     mesh = ptx.build_mesh(dp_replicate=args.dp_replicate, dp_shard=args.dp_shard, tp=args.tp)
     device = torch.device(mesh.device_type)
     log = RunLog(args.out, args.steps, enabled=dist.get_rank() == 0)
@@ -111,7 +59,10 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(step, warmup=args.warmup, steps=args.steps)
+    )
+    loss_sum = make_loss(args.loss, mesh, vocab_size)
 
     parameters = sum(p.numel() for p in model.parameters())
     log.say(f"{parameters / 1e6:.1f} M parameters, {dist.get_world_size()} processes")
@@ -126,7 +77,7 @@ def main(args: Args) -> None:
         mean_loss = torch.zeros((), device=device)
         for i, (inputs, targets) in enumerate(micro_batches, 1):
             with ptx.accumulate_grads(model, last=i == len(micro_batches)):
-                loss = ptx.cross_entropy(model(inputs), targets, reduction="sum") * scale
+                loss = loss_sum(model, inputs, targets) * scale
                 loss.backward()
             mean_loss += loss.detach()
 
@@ -156,7 +107,11 @@ def main(args: Args) -> None:
                 }
             )
         if step % args.valid_every == 0 or step == args.steps:
-            valid_loss = validate(model, corpus.valid, args, mesh)
+            held_out = validation_batches(
+                corpus.valid, args.seq_len, args.global_batch, data.get_local_rank(), data.size()
+            )
+            held_out = islice(held_out, args.valid_batches or None)
+            valid_loss = validate(model, held_out, loss_sum, mesh)
             log.say(f"step {step:5d}/{args.steps}  validation loss {valid_loss:.4f}")
             log.record({"train/tokens_seen": step * tokens_per_step, "valid/loss": valid_loss})
             logged_at, logged_step = time.perf_counter(), step  # validation isn't training speed
@@ -170,29 +125,6 @@ def main(args: Args) -> None:
         log.say(f"  {name:10s} {nats:.3f}")
     log.plot({name: floors[name] for name in ("unigram", "bigram")})
     log.close()
-
-
-def lr_factor(step: int, args: Args) -> float:
-    """Linear warm-up, then a cosine from 1 to 0.1."""
-    if step < args.warmup:
-        return (step + 1) / args.warmup
-    progress = (step - args.warmup) / max(1, args.steps - args.warmup)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
-
-
-@torch.no_grad()
-def validate(model: nn.Module, tokens: Tokens, args: Args, mesh: DeviceMesh) -> float:
-    """Mean loss over the held-out tokens, each counted once."""
-    data = ptx.data_mesh(mesh)
-    loss_sum = torch.zeros((), device=mesh.device_type)
-    count = torch.zeros((), dtype=torch.int64, device=mesh.device_type)
-    for inputs, labels in validation_batches(
-        tokens, args.seq_len, args.global_batch, data.get_local_rank(), data.size()
-    ):
-        inputs, labels = inputs.to(mesh.device_type), labels.to(mesh.device_type)
-        loss_sum += ptx.cross_entropy(model(inputs), labels, reduction="sum")
-        count += (labels != -100).sum()
-    return ptx.token_mean(loss_sum, count, ptx.loss_mesh(mesh)).item()
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ import pytest
 
 import harness
 import train
+from arguments import check
 from data import CORPUS
 
 EXAMPLE = Path(train.__file__)
+LOSSES = ("eager", "chunked", "compiled", "vocab-parallel")
 MESHES = {
     "1 process": (1, {}),
     "tp 2": (2, {"tp": 2}),
@@ -21,6 +23,8 @@ MESHES = {
     "4 ranks": (4, {}),
     "dp_shard 2 x tp 2": (4, {"tp": 2}),
     "accumulated, recomputed": (2, {"grad_accum": 4, "ac": "full"}),
+    **{f"{loss}, tp 2": (2, {"tp": 2, "loss": loss}) for loss in LOSSES},
+    "eager": (1, {"loss": "eager"}),
 }
 SMALL = {"steps": 20, "global_batch": 8, "seq_len": 32, "log_every": 1, "warmup": 5}
 
@@ -122,3 +126,26 @@ def test_help_lists_every_option_with_its_default():
     for name in train.Args.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in done.stdout
     assert "default: 16" in done.stdout
+
+
+def test_arguments_that_cannot_work_are_refused_together(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.touch()
+    bad = train.Args(steps=0, log_every=0, grad_accum=-1, model="nope", corpus=tmp_path, out=file)
+    with pytest.raises(ValueError, match="steps") as raised:
+        check(bad)
+    for part in ("--steps", "--log-every", "--grad-accum", "'nope'", "is no file", str(file)):
+        assert part in str(raised.value)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    places = {"out": tmp_path / "out", "cache": tmp_path}
+    for wrong, reason in {
+        "tp=3": "must divide 4 ranks",
+        "global_batch=6": "multiple of 4 data ranks x 1",
+        "grad_accum=3": "multiple of 4 data ranks x 3",
+        "tp=2,seq_len=255": "multiple of --tp 2",
+        "dp_shard=3": "isn't the number of ranks",
+    }.items():
+        values = {k: int(v) for k, v in (pair.split("=") for pair in wrong.split(","))}
+        with pytest.raises(ValueError, match=reason):
+            check(train.Args(**values, **places))
+    check(train.Args(tp=2, grad_accum=4, dp_replicate=2, **places))
