@@ -53,6 +53,15 @@ class Args:
     grad_accum: int = 1
     """Micro-batches that a rank's share of the global batch is computed in."""
 
+    ckpt_dir: Path | None = None
+    """Where checkpoints go; a run goes on from the newest there, on any mesh. SIGTERM saves too."""
+    save_interval: int = 200
+    """Steps between checkpoints; the last step always makes one. 0: only that."""
+    keep: int = 3
+    """How many checkpoints to keep."""
+    resume: bool = True
+    """Whether to go on from a checkpoint that is there."""
+
     log_every: int = 10
     valid_every: int = 200
     """Steps between validations; the last step always is one."""
@@ -73,7 +82,15 @@ def check(args: Args) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
     wrong = [
         f"--{name.replace('_', '-')} is {getattr(args, name)}, it must be at least 1"
-        for name in ("steps", "global_batch", "seq_len", "grad_accum", "log_every", "valid_every")
+        for name in (
+            "steps",
+            "global_batch",
+            "seq_len",
+            "grad_accum",
+            "log_every",
+            "valid_every",
+            "keep",
+        )
         if getattr(args, name) < 1
     ]
     fixed = args.tp * args.dp_replicate

@@ -13,7 +13,7 @@ class RunLog:
     """Writes on one rank only; on the others every method does nothing.
 
     Args:
-        folder: Where the files go; created, and files of an earlier run in it are replaced.
+        folder: Where the files go; created. Files of an earlier run are replaced, or gone on with.
         total_steps: For the time that is left.
         enabled: Whether this is the rank that writes.
     """
@@ -21,11 +21,22 @@ class RunLog:
     def __init__(self, folder: Path, total_steps: int, *, enabled: bool) -> None:
         self.folder, self.total_steps, self.enabled = folder, total_steps, enabled
         self.records: list[dict[str, float]] = []
-        self.started = time.perf_counter()
+        self.started, self.first = time.perf_counter(), 0
         self.file: IO[str] | None = None
-        if enabled:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file = (folder / "metrics.jsonl").open("w")
+
+    def open(self, step: int, tokens_seen: int) -> None:
+        """Begins the file, with the records up to here of the run that goes on after ``step``."""
+        if not self.enabled:
+            return
+        self.started, self.first = time.perf_counter(), step
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if step and path.exists() else []
+        self.file = path.open("w")
+        for line in lines:
+            # The last line of a run that was killed may be half a one.
+            if line.endswith("}") and json.loads(line)["train/tokens_seen"] <= tokens_seen:
+                self.record(json.loads(line))
 
     def say(self, text: str) -> None:
         if self.enabled:
@@ -42,7 +53,8 @@ class RunLog:
         """Records the metrics of a training step and prints its line."""
         self.record(metrics)
         done = metrics["train/iter"]
-        left = round((time.perf_counter() - self.started) / done * (self.total_steps - done))
+        each = (time.perf_counter() - self.started) / (done - self.first)
+        left = round(each * (self.total_steps - done))
         self.say(
             f"step {done:5d}/{self.total_steps}  loss {metrics['train/loss']:.4f}"
             f"  {metrics['train/tps']:8,.0f} tokens/s  grad norm {metrics['grad/norm_preclip']:.3f}"

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 4 examples/train.py --tp 2
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from itertools import islice
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import ptx
 from arguments import Args, check
 from baselines import baselines
+from checkpoints import Saves
 from data import TrainBatches, load_corpus, validation_batches
 from evaluation import validate
 from generate import generate
@@ -27,6 +29,7 @@ from schedule import lr_factor
 
 
 def main(args: Args) -> None:
+    started = time.perf_counter()
     check(args)
     mesh = ptx.build_mesh(dp_replicate=args.dp_replicate, dp_shard=args.dp_shard, tp=args.tp)
     device = torch.device(mesh.device_type)
@@ -64,57 +67,83 @@ def main(args: Args) -> None:
     )
     loss_sum = make_loss(args.loss, mesh, vocab_size)
 
-    parameters = sum(p.numel() for p in model.parameters())
-    log.say(f"{parameters / 1e6:.1f} M parameters, {dist.get_world_size()} processes")
+    sample = torch.zeros(args.global_batch, args.seq_len, dtype=torch.int64)
+    flops = ptx.estimate_flops_fake(model, sample)  # of a step, on all ranks together
+    peak = ptx.peak_flops(dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32)
+    tokens_per_step = sample.numel()
     losses = ptx.loss_mesh(mesh)
-    tokens_per_step = args.global_batch * args.seq_len
-    logged_at, logged_step = time.perf_counter(), 0
+    parameters = sum(p.numel() for p in model.parameters())
 
-    for step, (tokens, labels) in enumerate(islice(batches, args.steps), 1):
-        tokens, labels = tokens.to(device), labels.to(device)
-        micro_batches = list(zip(tokens.chunk(args.grad_accum), labels.chunk(args.grad_accum)))
-        scale = ptx.token_scale(labels, losses)
-        mean_loss = torch.zeros((), device=device)
-        for i, (inputs, targets) in enumerate(micro_batches, 1):
-            with ptx.accumulate_grads(model, last=i == len(micro_batches)):
-                loss = loss_sum(model, inputs, targets) * scale
-                loss.backward()
-            mean_loss += loss.detach()
+    state = ptx.train_state(model, optimizer, schedule=schedule, data=batches)
+    with Saves(args.ckpt_dir, args.save_interval, args.keep) as saves:
+        start = saves.resume(state) if args.resume else 0
+        log.open(start, start * tokens_per_step)
+        log.say(f"{parameters / 1e6:.1f} M parameters, {dist.get_world_size()} processes")
+        if start:
+            log.say(f"going on after step {start}")
+        logged_at, logged_step, valid_loss = time.perf_counter(), start, math.nan
 
-        logged = step % args.log_every == 0 or step in (1, args.steps)
-        stats = ptx.model_stats(model).flat() if logged else {}
-        norm = ptx.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        lr = schedule.get_last_lr()[0]
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        for step, (tokens, labels) in enumerate(islice(batches, args.steps - start), start + 1):
+            tokens, labels = tokens.to(device), labels.to(device)
+            micro_batches = list(zip(tokens.chunk(args.grad_accum), labels.chunk(args.grad_accum)))
+            scale = ptx.token_scale(labels, losses)
+            mean_loss = torch.zeros((), device=device)
+            for i, (inputs, targets) in enumerate(micro_batches, 1):
+                with ptx.accumulate_grads(model, last=i == len(micro_batches)):
+                    loss = loss_sum(model, inputs, targets) * scale
+                    loss.backward()
+                mean_loss += loss.detach()
 
-        if logged:
-            dist.all_reduce(mean_loss, dist.ReduceOp.AVG, losses.get_group())
-            seconds = (time.perf_counter() - logged_at) / (step - logged_step)
-            logged_at, logged_step = time.perf_counter(), step
-            log.step(
-                {
-                    "train/iter": step,
-                    "train/loss": mean_loss.item(),
-                    "train/dt": seconds,
-                    "train/tps": tokens_per_step / seconds,
-                    "train/tokens_seen": step * tokens_per_step,
-                    "grad/norm_preclip": norm.item(),
-                    "opt/lr": float(lr),
-                    **stats,
-                    **ptx.memory_report(device).flat(),
-                }
-            )
-        if step % args.valid_every == 0 or step == args.steps:
-            held_out = validation_batches(
-                corpus.valid, args.seq_len, args.global_batch, data.get_local_rank(), data.size()
-            )
-            held_out = islice(held_out, args.valid_batches or None)
-            valid_loss = validate(model, held_out, loss_sum, mesh)
-            log.say(f"step {step:5d}/{args.steps}  validation loss {valid_loss:.4f}")
-            log.record({"train/tokens_seen": step * tokens_per_step, "valid/loss": valid_loss})
-            logged_at, logged_step = time.perf_counter(), step  # validation isn't training speed
+            logged = step % args.log_every == 0 or step in (start + 1, args.steps)
+            stats = ptx.model_stats(model).flat() if logged else {}
+            norm = ptx.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            lr = schedule.get_last_lr()[0]
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+            if logged:
+                dist.all_reduce(mean_loss, dist.ReduceOp.AVG, losses.get_group())
+                seconds = (time.perf_counter() - logged_at) / (step - logged_step)
+                logged_at, logged_step = time.perf_counter(), step
+                speed = ptx.throughput(
+                    flops, tokens_per_step, seconds, devices=dist.get_world_size(), peak=peak
+                )
+                log.step(
+                    {
+                        "train/iter": step,
+                        "train/loss": mean_loss.item(),
+                        "train/dt": seconds,
+                        "train/tokens_seen": step * tokens_per_step,
+                        "grad/norm_preclip": norm.item(),
+                        "opt/lr": float(lr),
+                        **speed.flat(),
+                        **stats,
+                        **ptx.memory_report(device).flat(),
+                    }
+                )
+            if step % args.valid_every == 0 or step == args.steps:
+                held_out = validation_batches(
+                    corpus.valid,
+                    args.seq_len,
+                    args.global_batch,
+                    data.get_local_rank(),
+                    data.size(),
+                )
+                held_out = islice(held_out, args.valid_batches or None)
+                valid_loss = validate(model, held_out, loss_sum, mesh)
+                log.say(f"step {step:5d}/{args.steps}  validation loss {valid_loss:.4f}")
+                log.record({"train/tokens_seen": step * tokens_per_step, "valid/loss": valid_loss})
+                logged_at, logged_step = time.perf_counter(), step  # that isn't training speed
+
+            if cost := saves.after(step, state, last=step == args.steps):
+                log.record({"train/tokens_seen": step * tokens_per_step, **cost})
+            if start and step == start + 1:
+                restart = {"train/restart_seconds": time.perf_counter() - started}
+                log.record({"train/tokens_seen": step * tokens_per_step, **restart})
+            if saves.stopping:
+                log.say(f"stopped after step {step}, saved")
+                return log.close()
 
     text = generate(
         model, corpus.tokenizer, args.prompt, new_tokens=60, seq_len=args.seq_len, device=device

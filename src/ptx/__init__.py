@@ -10,8 +10,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ptx.ckpt import AsyncCheckpointer as AsyncCheckpointer
+    from ptx.ckpt import PerRank as PerRank
+    from ptx.ckpt import train_state as train_state
+    from ptx.flops import FlopCount as FlopCount
+    from ptx.flops import estimate_flops_fake as estimate_flops_fake
+    from ptx.flops import hfu as hfu
+    from ptx.flops import mfu as mfu
+    from ptx.flops import peak_flops as peak_flops
+    from ptx.flops import step_tokens as step_tokens
+    from ptx.flops import throughput as throughput
+    from ptx.flops import transformer_flops as transformer_flops
+    from ptx.hf import hf_report as hf_report
+    from ptx.hf import load_hf as load_hf
+    from ptx.hf import load_tokenizer as load_tokenizer
+    from ptx.hf import save_hf as save_hf
+    from ptx.loss import chunked_ce as chunked_ce
     from ptx.loss import cross_entropy as cross_entropy
     from ptx.loss import fused_linear_ce as fused_linear_ce
+    from ptx.loss import token_logprobs as token_logprobs
     from ptx.loss import token_mean as token_mean
     from ptx.loss import token_scale as token_scale
     from ptx.loss import vocab_parallel_ce as vocab_parallel_ce
@@ -39,9 +56,32 @@ if TYPE_CHECKING:
     from ptx.parallel import tp_plan as tp_plan
 
 _HOME = {
+    "ptx.ckpt": (
+        "AsyncCheckpointer",
+        "PerRank",
+        "train_state",
+    ),
+    "ptx.flops": (
+        "FlopCount",
+        "estimate_flops_fake",
+        "hfu",
+        "mfu",
+        "peak_flops",
+        "step_tokens",
+        "throughput",
+        "transformer_flops",
+    ),
+    "ptx.hf": (
+        "hf_report",
+        "load_hf",
+        "load_tokenizer",
+        "save_hf",
+    ),
     "ptx.loss": (
+        "chunked_ce",
         "cross_entropy",
         "fused_linear_ce",
+        "token_logprobs",
         "token_mean",
         "token_scale",
         "vocab_parallel_ce",

@@ -63,7 +63,7 @@ def test_training_learns_and_metrics_have_the_names_of_the_inventory(metrics):
     steps, valid = metrics["1 process"][:-1], metrics["1 process"][-1]
     assert [m["train/iter"] for m in steps] == list(range(1, 21))
     assert steps[-1]["train/loss"] < steps[0]["train/loss"] - 1
-    train_ = {"iter", "loss", "dt", "tps", "tokens_seen"}
+    train_ = {"iter", "loss", "dt", "tps", "tps_per_gpu", "tflops", "tokens_seen"}
     memory = {"mem_alloc", "mem_peak_alloc", "mem_reserved", "mem_peak_reserved"}
     names = {f"train/{name}" for name in train_ | memory} | {"grad/norm_preclip", "opt/lr"}
     names |= {

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from harness import distributed
 from loss import conformance
-from ptx.loss import cross_entropy
+from ptx.loss import chunked_ce, cross_entropy
 
 
 @pytest.mark.parametrize("vocab_size", [10, 3])
@@ -90,6 +94,65 @@ def test_wrong_arguments_say_what_and_how_to_fix_it() -> None:
         cross_entropy(logits.long(), labels)
     with pytest.raises(ValueError, match="vocab_size=6"):
         cross_entropy(logits, labels, vocab_size=6)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
+@pytest.mark.parametrize(
+    ("loss_fn", "options"),
+    [
+        (cross_entropy, {}),
+        (cross_entropy, {"vocab_size": 9, "z_loss": 0.1, "softcap": 3.0, "reduction": "none"}),
+        (chunked_ce, {"vocab_size": 9, "label_smoothing": 0.1, "z_loss": 0.1}),
+    ],
+)
+def test_compiled_does_not_recompile_for_other_lengths(
+    loss_fn: Any, options: dict[str, Any]
+) -> None:
+    # One graph for the first length, one for all others; torch makes one more for 0 and for 1.
+    lengths = 5, 7, 9, 64, 1, 0, 33, 0, 1, 2
+    graphs = _check_lengths(lengths, loss_fn, lambda x: x, lambda x: x, **options)
+    assert graphs == [1, 2, 2, 2, 3, 4, 4, 4, 4, 4]
+
+
+@distributed(world_size=2, timeout=110)
+def test_compiled_tp_does_not_recompile_for_other_lengths() -> None:
+    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+    tp = init_device_mesh("cpu", (2,))
+    graphs = _check_lengths(
+        (5, 7, 9, 64),
+        cross_entropy,
+        lambda x: distribute_tensor(x, tp, [Shard(-1)]),
+        lambda x: x.full_tensor(),
+        vocab_size=9,
+    )
+    assert graphs == [1, 2, 2, 2]
+
+
+def _check_lengths(
+    lengths: Sequence[int],
+    loss_fn: Any,
+    shard: Callable[[Tensor], Tensor],
+    whole: Callable[[Any], Tensor],
+    **options: Any,
+) -> list[int]:
+    """The number of compiled graphs after each length."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss_fn, backend=counter, fullgraph=True)
+    graphs = []
+    for tokens in lengths:
+        torch.manual_seed(tokens)
+        full, labels = torch.randn(tokens, 10), torch.randint(9, (tokens,))
+        labels[: tokens if tokens == 9 else 2] = -100  # once all of them
+        want, want_grad = _grad(cross_entropy, full, labels, **options)
+        leaf = shard(full).requires_grad_()
+        loss = compiled(leaf, labels, **options)
+        loss.sum().backward()
+        torch.testing.assert_close(loss, want, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(whole(leaf.grad), want_grad, atol=1e-6, rtol=1e-5)
+        assert torch.equal(whole(leaf.detach()), full)  # not written to
+        graphs.append(counter.frame_count)
+    return graphs
 
 
 @distributed(world_size=4)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from functools import partial, wraps
 from typing import Any
 
@@ -248,25 +249,50 @@ def test_fake_tensors_see_no_shape_that_depends_on_data() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
-def test_compiled_caller_is_one_graph() -> None:
-    hidden, weight, _, labels = _inputs()
+@pytest.mark.parametrize("as_module", [False, True])
+def test_compiled_caller_is_one_graph(as_module: bool) -> None:
+    hidden, weight, bias, labels = _inputs()
+    linear = nn.Linear(5, 13)
+    linear.load_state_dict({"weight": weight, "bias": bias})
+    given = {} if as_module else {"bias": linear.bias}
 
-    def step(states: Tensor, head: Tensor) -> Tensor:
-        return 2 * fused_linear_ce(states, head, labels, chunk_tokens=5, **EVERYTHING)
+    def step(states: Tensor) -> Tensor:
+        head = linear if as_module else linear.weight
+        return 2 * fused_linear_ce(states, head, labels, chunk_tokens=5, **given, **EVERYTHING)
 
+    torch._dynamo.reset()
     results = []
     for call in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
-        mine = [t.clone().requires_grad_() for t in (hidden, weight)]
-        loss = call(*mine)
-        loss.backward()
-        results.append((loss.detach(), *(t.grad for t in mine)))
+        states = hidden.clone().requires_grad_()
+        loss = call(states)
+        results.append((loss, *torch.autograd.grad(loss, (states, *linear.parameters()))))
     for eager, compiled in zip(*results):
-        _close(compiled, eager.double())
+        _close(compiled, eager.detach().double())
+
+
+@distributed(world_size=2, timeout=110)
+def test_compiled_caller_is_one_graph_under_tp() -> None:
+    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+    tp = init_device_mesh("cpu", (2,))
+    hidden, weight, _, labels = _inputs()
+    hidden, labels = hidden[:, :6], labels[:, :6]
+    head = nn.Parameter(distribute_tensor(weight, tp, [Shard(0)]))
+    states = distribute_tensor(hidden.contiguous(), tp, [Shard(1)]).requires_grad_()
+
+    def step(states: Tensor) -> Tensor:
+        return 2 * fused_linear_ce(states, head, labels, chunk_tokens=5)
+
+    loss = torch.compile(step, backend="aot_eager", fullgraph=True)(states)
+    loss.backward()
+    want, grads = _reference([hidden, weight], labels, torch.tensor(2.0))
+    _close(loss, 2 * want)
+    _close(states.grad.full_tensor(), grads[0])
+    _close(head.grad.full_tensor(), grads[1])
 
 
 def test_rows_kept_though_ignored_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """What accelerators do, where dropping rows would need a sync."""
-    monkeypatch.setattr("ptx.loss._fused_linear.can_read", lambda _: False)
+    monkeypatch.setattr("ptx.loss._head_inputs.can_read", lambda _: False)
     for case in conformance.cases(7, every_option=False):
         if case.name != "masked columns":
             conformance.check(_identity_head(4), case, roundings=2)

@@ -1,4 +1,4 @@
-"""The head module of fused_linear_ce under FSDP2: exact in every group, and what it communicates."""
+"""The head module of fused_linear_ce and token_logprobs under FSDP2: exact in every group, and what it communicates."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor
 
 import ptx
 from harness import distributed
-from ptx.loss import fused_linear_ce
+from ptx.loss import fused_linear_ce, token_logprobs
 from ptx.loss._head import find_head
 from ptx.parallel import accumulate_grads
 
 ARGS = ptx.ModelArgs(dim=16, n_layers=1, n_heads=2, n_kv_heads=2, vocab_size=13, max_seq_len=16)
 GROUPS = ("alone", "with norm", "root", "tied", "tied root")
 MICRO_BATCHES = 2
+ENTROPY = 0.3  # its weight beside the log-probabilities
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -35,11 +36,11 @@ MICRO_BATCHES = 2
 def test_L15_every_group(group: str) -> None:
     """L15: the head's gradient is the average over ranks with different data."""
     mesh = ptx.build_mesh(device_type="cpu")
-    for freed, reduction in product((False, True), ("sum", "none")):
+    for freed, loss in product((False, True), ("sum", "none", "logprobs")):
         model, head = _wrapped(mesh, group, freed=freed)
         counts = _Counts(head)
-        _train(model, mesh, chunk=3, reduction=reduction)
-        _assert_trained(model, mesh)
+        _train(model, mesh, chunk=3, loss=loss)
+        _assert_trained(model, mesh, loss=loss)
         # Freed after the forward, it is gathered once more: by the loss, if another member of the
         # group ran before, or at the start of the backward.
         assert counts.reduces == MICRO_BATCHES
@@ -62,16 +63,19 @@ def test_head_alone_is_reduced_before_the_backward_of_the_rest() -> None:
 @pytest.mark.parametrize("group", GROUPS)
 @distributed(world_size=4)
 def test_hsdp_and_tp(group: str) -> None:
-    for degrees, sequence_parallel in (
-        ({"dp_replicate": 2, "dp_shard": 2}, True),
-        ({"dp_shard": 2, "tp": 2}, True),
-        ({"dp_shard": 2, "tp": 2}, False),
+    for degrees, sequence_parallel, loss in (
+        ({"dp_replicate": 2, "dp_shard": 2}, True, "sum"),
+        ({"dp_replicate": 2, "dp_shard": 2}, True, "logprobs"),
+        ({"dp_shard": 2, "tp": 2}, True, "sum"),
+        ({"dp_shard": 2, "tp": 2}, True, "logprobs"),
+        ({"dp_shard": 2, "tp": 2}, False, "sum"),
+        ({"dp_shard": 2, "tp": 2}, False, "logprobs"),
     ):
         mesh = ptx.build_mesh(**degrees, device_type="cpu")
         model, head = _wrapped(mesh, group, sequence_parallel=sequence_parallel)
         counts = _Counts(head)
-        _train(model, mesh, chunk=None)
-        _assert_trained(model, mesh)
+        _train(model, mesh, chunk=None, loss=loss)
+        _assert_trained(model, mesh, loss=loss)
         assert (counts.gathers, counts.reduces) == (MICRO_BATCHES, MICRO_BATCHES)
 
 
@@ -97,11 +101,12 @@ def test_one_side_frozen(group: str, frozen: str) -> None:
     if "tied" in group:
         return  # one parameter on both sides
     mesh = ptx.build_mesh(device_type="cpu")
-    model, head = _wrapped(mesh, group, frozen=frozen)
-    counts = _Counts(head)
-    _train(model, mesh, chunk=3)
-    _assert_trained(model, mesh, frozen=frozen)
-    assert counts.reduces == (0 if frozen == "head" and group == "alone" else MICRO_BATCHES)
+    for loss in ("sum", "logprobs"):
+        model, head = _wrapped(mesh, group, frozen=frozen)
+        counts = _Counts(head)
+        _train(model, mesh, chunk=3, loss=loss)
+        _assert_trained(model, mesh, frozen=frozen, loss=loss)
+        assert counts.reduces == (0 if frozen == "head" and group == "alone" else MICRO_BATCHES)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -114,10 +119,13 @@ def test_evaluation_leaves_the_head_sharded(group: str) -> None:
         with torch.no_grad():
             hidden = model(tokens[0], return_hidden=True)
             loss = fused_linear_ce(hidden, head, labels[0])
+            logprobs, _ = token_logprobs(hidden, head, labels[0], entropy=True)
         plain = _plain(group)
         plain.output.weight.data.copy_(head.weight.full_tensor())
-        want = ptx.cross_entropy(_hidden_of(hidden) @ plain.output.weight.t(), labels[0])
-        torch.testing.assert_close(loss, want)
+        logits = _hidden_of(hidden) @ plain.output.weight.t()
+        torch.testing.assert_close(loss, ptx.cross_entropy(logits, labels[0]))
+        want = ptx.cross_entropy(logits, labels[0], reduction="none")
+        torch.testing.assert_close(logprobs, -want)
         assert all(isinstance(p, DTensor) for p in head.parameters())
         with torch.no_grad():
             for parameter in head.parameters():  # lost, if this were the gathered copy
@@ -133,16 +141,16 @@ def test_mixed_precision(group: str) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16
         )
-    model, head = _wrapped(mesh, group, policy=policy)
-    loss = _train(model, mesh, chunk=3)
-    assert loss.dtype == torch.float32
-    assert loss.item() != loss.bfloat16().item()
-    want = _reference(mesh, group)
-    grad = _whole(head.weight.grad)
-    assert grad.dtype == torch.float32
-    expected = want.output.weight.grad
-    assert (grad - expected).norm() / expected.norm() < 3e-2
-    assert not torch.equal(grad, grad.bfloat16().float())  # averaged in float32
+    for kind in ("sum", "logprobs"):
+        model, head = _wrapped(mesh, group, policy=policy)
+        loss = _train(model, mesh, chunk=3, loss=kind)
+        assert loss.dtype == torch.float32
+        assert not torch.equal(loss, loss.bfloat16().float())
+        grad = _whole(head.weight.grad)
+        assert grad.dtype == torch.float32
+        expected = _reference(mesh, group, loss=kind).output.weight.grad
+        assert (grad - expected).norm() / expected.norm() < 3e-2
+        assert not torch.equal(grad, grad.bfloat16().float())  # averaged in float32
 
 
 @distributed(world_size=2)
@@ -164,10 +172,10 @@ def test_two_losses_before_one_backward_and_two_backwards() -> None:
 @distributed(world_size=2)
 def test_rank_without_a_label_takes_part() -> None:
     mesh = ptx.build_mesh(device_type="cpu")
-    for group in ("alone", "with norm", "tied"):
+    for group, loss in product(("alone", "with norm", "tied"), ("sum", "logprobs")):
         model, _ = _wrapped(mesh, group)
-        _train(model, mesh, chunk=3, empty_rank=1)
-        _assert_trained(model, mesh, empty_rank=1)
+        _train(model, mesh, chunk=3, empty_rank=1, loss=loss)
+        _assert_trained(model, mesh, empty_rank=1, loss=loss)
 
 
 @distributed(world_size=2)
@@ -327,35 +335,53 @@ def _train(
     chunk: int | None,
     accumulate: bool = False,
     empty_rank: int | None = None,
-    reduction: Any = "sum",
+    loss: Any = "sum",
 ) -> Tensor:
+    """``loss``: a reduction, or "logprobs" with an entropy bonus."""
     tokens, labels = _data(mesh, mine=True, empty_rank=empty_rank)
     scale = ptx.token_scale(list(labels), ptx.loss_mesh(mesh), vocab_size=13)
     for i, (t, y) in enumerate(zip(tokens, labels)):
         last = i == MICRO_BATCHES - 1
         # Only where it is needed: it would also reduce what the loss forgot to.
         with accumulate_grads(model, last=last) if accumulate else nullcontext():
-            hidden = model(t, return_hidden=True)
-            loss = fused_linear_ce(hidden, model.output, y, reduction=reduction, chunk_tokens=chunk)
-            (loss.sum() * scale).backward()
-    return loss.detach()
+            given = model(t, return_hidden=True), model.output, y
+            if loss == "logprobs":
+                logprobs, entropy = token_logprobs(*given, chunk_tokens=chunk, entropy=True)
+                losses = -logprobs - ENTROPY * entropy
+            else:
+                losses = fused_linear_ce(*given, reduction=loss, chunk_tokens=chunk)
+            (losses.sum() * scale).backward()
+    return losses.detach()
 
 
 def _reference(
-    mesh: Any, group: str, frozen: str | None = None, empty_rank: int | None = None
+    mesh: Any,
+    group: str,
+    frozen: str | None = None,
+    empty_rank: int | None = None,
+    loss: str = "sum",
 ) -> ptx.Transformer:
     model = _plain(group)
     _freeze(model, frozen)
     tokens, labels = _data(mesh, mine=False, empty_rank=empty_rank)
-    logits = model(tokens.reshape(-1, 4))
-    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    logits = model(tokens.reshape(-1, 4)).flatten(0, 1)
+    mean = F.cross_entropy(logits, labels.flatten())
+    if loss == "logprobs":
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        mean = mean - ENTROPY * entropy[labels.flatten() != -100].mean()
+    mean.backward()
     return model
 
 
 def _assert_trained(
-    model: ptx.Transformer, mesh: Any, frozen: str | None = None, empty_rank: int | None = None
+    model: ptx.Transformer,
+    mesh: Any,
+    frozen: str | None = None,
+    empty_rank: int | None = None,
+    loss: str = "sum",
 ) -> None:
-    want = dict(_reference(mesh, model.group, frozen, empty_rank).named_parameters())
+    plain = _reference(mesh, model.group, frozen, empty_rank, loss)
+    want = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
         expected = want[name].grad
         if expected is None:

@@ -88,3 +88,9 @@ def test_error_lists_every_violation():
         replace(TINY, dim=-1, vocab_size=0, nope_layers=(True,))
     for word in ("dim=-1", "vocab_size=0", "nope_layers"):
         assert word in str(error.value)
+
+
+def test_which_tp_can_share_the_heads():
+    args = replace(TINY, n_heads=12, dim=96, n_kv_heads=3)
+    assert [tp for tp in range(1, 13) if args.heads_split(tp)] == [1, 3, 6, 12]
+    assert [tp for tp in range(1, 13) if replace(TINY, n_kv_heads=2).heads_split(tp)] == [1, 2, 4]

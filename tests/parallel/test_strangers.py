@@ -218,8 +218,10 @@ def message_of(fn, *args, **kwargs):
 def test_a_model_without_a_known_plan(tp):
     for call in (lambda: ptx.tp_plan(on_meta(Gpt)), lambda: ptx.apply_tp(on_meta(Gpt), tp)):
         assert message_of(call) == (
-            "tp_plan: no plan for Gpt, only for ptx.Transformer, LlamaForCausalLM, LlamaModel; give"
-            " apply_tp a plan= of your own, module glob -> ParallelStyle"
+            "tp_plan: no plan for Gpt (h.*.attn.qkv is several matrices in one: cut by rows, a rank"
+            " would have all of the first and none of the last), only for ptx.Transformer and"
+            " transformers' Llama, Mistral, Qwen2, Qwen3, SmolLM3 (ForCausalLM and Model); give apply_tp"
+            " a plan= of your own, module glob -> ParallelStyle"
         )
 
 
@@ -247,7 +249,8 @@ def test_a_plan_with_styles_that_do_not_fit(tp):
     assert message_of(ptx.apply_tp, on_meta(Gpt, True), tp, plan).splitlines() == [
         "apply_tp: the plan doesn't fit Gpt:",
         "- h.*.attn: ColwiseParallel takes an nn.Linear or an nn.Embedding, not FusedAttention",
-        "- h.*.attn.qkv: 3 heads don't split over tp=2; choose a tp that divides them",
+        "- h.*.attn.qkv: 3 heads don't split over tp=2; choose a tp that divides them, or keep attention"
+        " whole (tp_plan(model, whole_attention=True))",
         "- one tied parameter would be sharded in several ways, wte.weight Shard(dim=0), lm_head.weight"
         " Replicate(); an embedding's RowwiseParallel and a head's ColwiseParallel agree, Shard(dim=0)",
     ]

@@ -43,6 +43,14 @@ VARIANTS = {
         "sliding_window": 3,
         "nope_layers": (True, False),
     },
+    "3 whole heads": {
+        "n_heads": 3,
+        "n_kv_heads": 1,
+        "head_dim": 6,
+        "qk_norm": True,
+        "qkv_bias": True,
+        "o_bias": True,
+    },
 }
 LLAMA = {
     "hidden_size": 16,
@@ -137,12 +145,12 @@ def fake_mesh():
 
 @distributed(world_size=2)
 def test_transformer_over_2_ranks():
-    check_transformer(2, "plain", "tied", "1 kv head")
+    check_transformer(2, "plain", "tied", "1 kv head", "3 whole heads")
 
 
 @distributed(world_size=4)
 def test_transformer_over_4_ranks():
-    check_transformer(4, "plain", "tied", "biases")
+    check_transformer(4, "plain", "tied", "biases", "3 whole heads")
 
 
 def check_transformer(tp, *variants):
@@ -155,7 +163,9 @@ def check_transformer(tp, *variants):
         for sequence_parallel in (True, False):
             what = f"{name}, sequence_parallel={sequence_parallel}"
             model = build(**changes)
-            plan = tp_plan(model, sequence_parallel=sequence_parallel)
+            plan = tp_plan(
+                model, sequence_parallel=sequence_parallel, whole_attention="whole" in name
+            )
             assert apply_tp(model, mesh, plan) is model
             logits = model(tokens)
             assert logits.placements == (Shard(2),)

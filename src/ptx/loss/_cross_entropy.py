@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
-from ptx.loss._labels import flat_labels, require_classes
+from ptx.loss._column_ce import column_ce
+from ptx.loss._logits import flat_logits
 from ptx.loss._options import LossOptions, Reduction, reduce_tokens, shape_logits
-from ptx.loss._vocab_parallel import sharded_ce, shards_columns
 
 
 def cross_entropy(
@@ -30,7 +29,7 @@ def cross_entropy(
     batch without a single kept label gives 0 (and zero gradients) instead of NaN. Logits that
     tensor parallelism left sharded over the vocabulary go the way of `vocab_parallel_ce`.
 
-    Logits are compared with the labels at the same position: shift labels before.
+    **You shift the labels**: logits at position t are compared with labels at position t.
 
     Args:
         logits: [..., V], any float dtype. Plain; or a DTensor: ``Replicate()``, or on a 1-D mesh
@@ -62,43 +61,12 @@ def cross_entropy(
     options = LossOptions(
         ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale
     ).checked(where)
-    columns = logits.shape[-1] if logits.ndim else 0
-    classes = columns if vocab_size is None else vocab_size
-    if not logits.is_floating_point() or not 0 < classes <= columns:
-        raise ValueError(
-            f"{where}: logits {tuple(logits.shape)} of {logits.dtype} must be floating point, with"
-            f" a column for each class (vocab_size={vocab_size}) as their last dim"
-        )
-    shape = logits.shape[:-1]
-    mesh = None
-    if isinstance(logits, DTensor):
-        mesh = None if _is_whole(logits) else logits.device_mesh
-        logits = logits.to_local()
-    target = flat_labels(labels, shape, where)
-    require_classes(target, classes, ignore_index, where)
-    # Not -1 for the rows: a rank may hold no column at all.
-    logits = logits.reshape(target.numel(), logits.shape[-1])
-    if mesh is None:
-        loss = _plain(logits[:, :classes], target, options)
+    given = flat_logits(logits, labels, vocab_size, ignore_index, where)
+    if given.mesh is None:
+        loss = _plain(given.logits[:, : given.vocab_size], given.labels, options)
     else:
-        loss = sharded_ce(
-            logits, target, mesh, vocab_size=classes, padded_size=columns, options=options
-        )
-    return loss.reshape(shape) if reduction == "none" else loss
-
-
-def _is_whole(logits: DTensor) -> bool:
-    """Whether this rank has every column; if not it has its share, anything else raises."""
-    mesh, placements = logits.device_mesh, logits.placements
-    if mesh.size() == 1 or all(isinstance(placement, Replicate) for placement in placements):
-        return True
-    if mesh.ndim == 1 and shards_columns(logits):
-        return False
-    raise ValueError(
-        f"cross_entropy: logits are a DTensor with placements {placements} on a {mesh.ndim}-D mesh;"
-        " it takes Replicate(), or Shard(-1) on the 1-D tp mesh:"
-        " logits.redistribute(tp_mesh, [Shard(-1)])"
-    )
+        loss = column_ce(given, options)
+    return loss.reshape(given.shape) if reduction == "none" else loss
 
 
 def _plain(logits: Tensor, labels: Tensor, options: LossOptions) -> Tensor:

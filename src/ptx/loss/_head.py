@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +76,8 @@ class Head:
             hidden = hidden.to(self.input_dtype(hidden.dtype))
         return hidden, _parameter(self.module, "weight"), self.module._parameters["bias"]
 
-    def close(self, hidden: Tensor, loss: Tensor) -> None:
-        """Have the backward of ``loss`` reduce the gradients; if there is none, free the weight.
+    def close(self, hidden: Tensor, *results: Tensor) -> None:
+        """Have the backward of ``results`` reduce the gradients; if there is none, free the weight.
 
         Left gathered, later writes to ``parameters()`` would be lost, and an optimizer built on
         them would train nothing.
@@ -86,12 +85,12 @@ class Head:
         if self.state is None:
             return
         if self.alone:
-            # Its result would be the loss in the policy's output_dtype, which isn't for losses.
-            self.state._post_forward(self.module, (hidden,), loss)
+            # What it returns is in the policy's output_dtype, which isn't for losses.
+            self.state._post_forward(self.module, (hidden,), results)
         else:
             # Without it, no hook of FSDP's runs if the hidden state needs no gradient.
-            self.state._register_pre_backward_hook(loss)
-        if not loss.requires_grad:
+            self.state._register_pre_backward_hook(results)
+        if not any(result.requires_grad for result in results):
             self.state._modules[0].reshard()
 
 
@@ -209,16 +208,22 @@ def _foreign_hooks(module: nn.Module) -> list[str]:
 
 
 def _fsdp_states() -> list[Any]:
-    states = {id(state): state for ref in [*_module_state_mapping.values()] if (state := ref())}
-    return [state for state in states.values() if hasattr(state, "_fsdp_param_groups")]
+    states = {}
+    for reference in list(_module_state_mapping.values()):  # torch.compile can't trace a generator
+        state = reference()
+        if state is not None and hasattr(state, "_fsdp_param_groups"):
+            states[id(state)] = state
+    return list(states.values())
 
 
-def _fsdp_parameters() -> Iterator[tuple[Any, Any]]:
+def _fsdp_parameters() -> list[tuple[Any, Any]]:
     """Every live FSDP state with each parameter of its groups."""
-    for state in _fsdp_states():
-        for group in state._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                yield state, parameter
+    return [
+        (state, parameter)
+        for state in _fsdp_states()
+        for group in state._fsdp_param_groups
+        for parameter in group.fsdp_params
+    ]
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:

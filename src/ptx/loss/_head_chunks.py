@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from ptx.loss._column_stats import (
+    DEEPEST,
     MAX,
     SUM_EXP,
     column_stats,
     gather_stats,
+    merge_entropy,
     merge_stats,
+    new_stats,
     row_blocks,
 )
 from ptx.loss._head_gradients import Gradients
@@ -22,16 +25,27 @@ from ptx.loss._options import LossOptions, loss_dtype, shape_logits
 
 @dataclass(frozen=True)
 class Softmax:
-    """Per row, [n]: p = exp(x - here) * share, the maximum of this rank's x, the lse, the loss."""
+    """Per row, [n].
+
+    Args:
+        here: The maximum of this rank's x.
+        share: p = exp(x - here) * share.
+        lse: Over all ranks.
+        losses: 0 where ignored.
+        entropy: In nats, 0 where ignored; None if the task doesn't want it.
+        centre: E[x] - here; None likewise.
+    """
 
     here: Tensor
     share: Tensor
     lse: Tensor
     losses: Tensor
+    entropy: Tensor | None = None
+    centre: Tensor | None = None
 
 
 def losses_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task) -> Softmax:
-    """One matmul: the losses without a gradient."""
+    """One matmul: losses, and entropies if they are wanted, without a gradient."""
     return _losses(_Logits(hidden, weight, bias, task))
 
 
@@ -47,7 +61,7 @@ def losses_and_gradients(
     row_scale = _row_scale(scale, task)
     if task.mesh is not None:
         softmax = _losses(logits)
-        _add_gradients(logits, softmax, row_scale, into)
+        _add_gradients(logits, softmax, row_scale, None, into)
         return softmax
     stats = _new_stats(logits)
     for rows in task.chunks():
@@ -58,8 +72,8 @@ def losses_and_gradients(
             exps = _float_copy(part, task.options)
             stats[:, at] = column_stats(exps, labels, task.options, exps)
             here, total = stats[MAX, at], stats[SUM_EXP, at]
-            lse = here + total.log()
-            _to_gradient(part, exps, at, 1 / total, lse, row_scale[at], into)
+            on_exp = _on_exp(row_scale[at] * (1 / total), here + total.log(), task.options)
+            _to_gradient(part, exps, at, on_exp[:, None], row_scale[at], into)
         into.add(rows, chunk, logits.states, logits.weight)
         logits.rows = None
     return _merge(stats, task)
@@ -73,13 +87,15 @@ def gradients_of(
     softmax: Softmax,
     scale: Tensor,
     into: Gradients,
+    entropy_scale: Tensor | None = None,
 ) -> None:
-    """Three matmuls: the gradients of sum(scale * losses), bit for bit those of the forward.
+    """Three matmuls: the gradients of sum(scale * losses) + sum(entropy_scale * entropies).
 
-    ``scale``: a scalar, or [n].
+    Without entropies, bit for bit those of the forward. Both scales: a scalar, or [n].
     """
-    row_scale = _row_scale(scale, task)
-    _add_gradients(_Logits(hidden, weight, bias, task), softmax, row_scale, into)
+    rows = _row_scale(scale, task)
+    of_entropy = None if entropy_scale is None else _row_scale(entropy_scale, task)
+    _add_gradients(_Logits(hidden, weight, bias, task), softmax, rows, of_entropy, into)
 
 
 class _Logits:
@@ -120,34 +136,47 @@ def _losses(logits: _Logits) -> Softmax:
     task, stats = logits.task, _new_stats(logits)
     target = task.local_labels()
     for rows in task.chunks():
-        stats[:, rows] = column_stats(logits.project(rows), target[rows], task.options)
+        stats[:, rows] = column_stats(
+            logits.project(rows), target[rows], task.options, entropy=task.entropy
+        )
     return _merge(stats, task)
 
 
-def _add_gradients(logits: _Logits, softmax: Softmax, row_scale: Tensor, into: Gradients) -> None:
+def _add_gradients(
+    logits: _Logits,
+    softmax: Softmax,
+    scale: Tensor,
+    entropy_scale: Tensor | None,
+    into: Gradients,
+) -> None:
     task = logits.task
     for rows in task.chunks():
         chunk = logits.project(rows)
         for block in row_blocks(chunk):
             at = _shift(block, rows)
-            part = chunk[block]
+            part, share = chunk[block], softmax.share[at]
             exps = _float_copy(part, task.options)
             x = shape_logits(exps, task.options)
-            torch.sub(x, softmax.here[at, None], out=exps).exp_()
-            share, lse = softmax.share[at], softmax.lse[at]
-            _to_gradient(part, exps, at, share, lse, row_scale[at], into)
+            torch.sub(x, softmax.here[at, None], out=exps)
+            on_exp = _on_exp(scale[at] * share, softmax.lse[at], task.options)[:, None]
+            if entropy_scale is not None:
+                assert softmax.centre is not None
+                # d entropy / d x = p * (E[x] - x)
+                slope = (entropy_scale[at] * share)[:, None]
+                distance = softmax.centre[at, None] - exps.clamp(min=DEEPEST)
+                on_exp = distance.mul_(slope).add_(on_exp)
+            _to_gradient(part, exps.exp_(), at, on_exp, scale[at], into)
         into.add(rows, chunk, logits.states, logits.weight)
         logits.rows = None
 
 
+def _on_exp(scale: Tensor, lse: Tensor, options: LossOptions) -> Tensor:
+    """[r], by which exp(x - here) is multiplied in the gradient."""
+    return scale * (1 + 2 * options.z_loss * lse) if options.z_loss else scale
+
+
 def _to_gradient(
-    logits: Tensor,
-    exps: Tensor,
-    at: slice,
-    share: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    into: Gradients,
+    logits: Tensor, exps: Tensor, at: slice, on_exp: Tensor, scale: Tensor, into: Gradients
 ) -> None:
     """Replace a block's logits, [r, mine], by the gradient of sum(scale * losses).
 
@@ -157,21 +186,16 @@ def _to_gradient(
         logits: As they came out of the matmul.
         exps: exp(x - here), float32; overwritten.
         at: The rows' place in the task.
-        share: [r], see `Softmax`.
-        lse: [r].
+        on_exp: [r, 1], the factor that makes it the first term; or [r, mine], with the entropy's.
         scale: [r], of each loss.
         into: Where the bias's gradient goes, and the labels' entries may.
     """
     task = into.task
     options = task.options
-    scale = scale * options.logit_scale
-    on_exp = scale * share
-    if options.z_loss:
-        on_exp = on_exp * (1 + 2 * options.z_loss * lse)
     columns, owned = into.columns[at, None], into.owned[at]
     on_target = (scale * (options.label_smoothing - 1)).masked_fill(~owned, 0.0)
     if task.mine:
-        exps.mul_(on_exp[:, None]).scatter_add_(1, columns, on_target[:, None])
+        exps.mul_(on_exp).scatter_add_(1, columns, on_target[:, None])
     if options.label_smoothing:
         exps.sub_((scale * (options.label_smoothing / sum(task.classes)))[:, None])
     if options.softcap is not None:
@@ -184,22 +208,29 @@ def _to_gradient(
 
 
 def _row_scale(scale: Tensor, task: Task) -> Tensor:
+    """[n], of the logits' gradient; 0 where ignored."""
     ignored = task.labels == task.options.ignore_index
+    scale = scale * task.options.logit_scale
     return scale.expand(ignored.numel()).masked_fill(ignored, 0.0)
 
 
 def _new_stats(logits: _Logits) -> Tensor:
-    kinds = 4 if logits.task.options.label_smoothing else 3
-    shape = kinds, logits.task.labels.numel()
-    return logits.hidden.new_zeros(shape, dtype=loss_dtype(logits.hidden.dtype))
+    task = logits.task
+    return new_stats(logits.hidden, task.labels.numel(), task.options, task.entropy)
 
 
 def _merge(stats: Tensor, task: Task) -> Softmax:
-    every = stats[None] if task.mesh is None else gather_stats(stats, task.mesh)
+    every = gather_stats(stats, task.mesh)
     top, total, losses = merge_stats(every, task.classes, task.options)
-    losses = losses.masked_fill(task.labels == task.options.ignore_index, 0.0)
+    ignored = task.labels == task.options.ignore_index
+    losses = losses.masked_fill(ignored, 0.0)
     here = stats[MAX].clone()
-    return Softmax(here, (here - top).exp() / total, top + total.log(), losses)
+    softmax = here, (here - top).exp() / total, top + total.log(), losses
+    if not task.entropy:
+        return Softmax(*softmax)
+    entropy = merge_entropy(every, top, total)
+    centre = total.log() - entropy + (top - here)
+    return Softmax(*softmax, entropy.masked_fill(ignored, 0.0), centre)
 
 
 def _float_copy(logits: Tensor, options: LossOptions) -> Tensor:

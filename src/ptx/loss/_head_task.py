@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +13,14 @@ from ptx.loss._options import LossOptions
 
 # Below, reading the weight and adding up its gradient would cost as much as the matmuls.
 MIN_CHUNK = 256
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,9 @@ class Task:
         classes: How many of the real classes each rank has.
         mesh: The ranks that share the vocabulary; None: this one has all of it.
         options: As everywhere.
+        needs: Which gradients are wanted.
+        sum_hidden: Whether the hidden states' gradient is to be summed over ``mesh``.
+        entropy: Whether the entropy of each row is wanted too.
     """
 
     labels: Tensor
@@ -33,6 +45,9 @@ class Task:
     classes: tuple[int, ...]
     mesh: DeviceMesh | None
     options: LossOptions
+    needs: Needs
+    sum_hidden: bool
+    entropy: bool = False
 
     @property
     def mine(self) -> int:

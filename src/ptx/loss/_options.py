@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Literal, Self, get_args
@@ -42,24 +43,35 @@ class LossOptions:
     softcap: float | None = None
     logit_scale: float = 1.0
 
-    def checked(self, where: str) -> Self:
-        """Itself, or a ValueError of the function ``where`` that lists every value out of range."""
+    def checked(self, where: str, also: Sequence[str] = ()) -> Self:
+        """Itself, or a ValueError of the function ``where`` that lists every value out of range.
+
+        ``also``: what else is wrong with the call.
+        """
         wrong = []
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             wrong.append(f"ignore_index={self.ignore_index!r} must be an int")
         if self.reduction not in get_args(Reduction):
             wrong.append(f"reduction={self.reduction!r} must be one of {get_args(Reduction)}")
-        if not (_is_number(self.label_smoothing) and 0 <= self.label_smoothing <= 1):
+        if not (is_number(self.label_smoothing) and 0 <= self.label_smoothing <= 1):
             wrong.append(f"label_smoothing={self.label_smoothing!r} must be a number in [0, 1]")
-        if not (_is_number(self.z_loss) and 0 <= self.z_loss < inf):
+        if not (is_number(self.z_loss) and 0 <= self.z_loss < inf):
             wrong.append(f"z_loss={self.z_loss!r} must be a finite number >= 0 (0 switches it off)")
-        if self.softcap is not None and not (_is_number(self.softcap) and 0 < self.softcap < inf):
+        if self.softcap is not None and not (is_number(self.softcap) and 0 < self.softcap < inf):
             wrong.append(f"softcap={self.softcap!r} must be a finite number > 0, or None (no cap)")
-        if not (_is_number(self.logit_scale) and 0 < self.logit_scale < inf):
+        if not (is_number(self.logit_scale) and 0 < self.logit_scale < inf):
             wrong.append(f"logit_scale={self.logit_scale!r} must be a finite number > 0")
-        if wrong:
+        if wrong := [*wrong, *also]:
             raise ValueError(f"{where}: {'; '.join(wrong)}")
         return self
+
+
+def chunk_errors(chunk_tokens: int | None) -> list[str]:
+    """What is wrong with a number of rows, if anything is."""
+    is_int = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool)
+    if chunk_tokens is None or (is_int and chunk_tokens >= 1):
+        return []
+    return [f"chunk_tokens={chunk_tokens!r} must be an int >= 1, or None"]
 
 
 def shape_logits(logits: Tensor, options: LossOptions) -> Tensor:
@@ -86,6 +98,6 @@ def reduce_tokens(losses: Tensor, labels: Tensor, options: LossOptions) -> Tenso
     return losses.sum() / (labels != options.ignore_index).sum().clamp(min=1)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     # A tensor would be read back from its device here, and would silently get no gradient later.
     return isinstance(value, int | float)

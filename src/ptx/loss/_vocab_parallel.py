@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from ptx.loss._column_stats import (
-    MAX,
-    column_stats,
-    find_owned,
-    gather_stats,
-    merge_stats,
-    real_columns,
-    row_blocks,
-)
+from ptx.loss._column_ce import column_ce
+from ptx.loss._column_stats import real_columns
 from ptx.loss._labels import flat_labels, require_classes
-from ptx.loss._options import LossOptions, Reduction, loss_dtype, reduce_tokens, shape_logits
+from ptx.loss._logits import FlatLogits, shards_columns
+from ptx.loss._options import LossOptions, Reduction
 
 
 def vocab_parallel_ce(
@@ -38,6 +28,8 @@ def vocab_parallel_ce(
     logit_scale: float = 1.0,
 ) -> Tensor:
     """Cross-entropy from each rank's slice of the logits, without gathering them.
+
+    **You shift the labels**: logits at position t are compared with labels at position t.
 
     Args:
         logits: [..., V_local], any float dtype. This rank's columns, in torch chunk order
@@ -84,97 +76,8 @@ def vocab_parallel_ce(
     require_classes(target, vocab_size, ignore_index, where)
     # Not -1 for the rows: a rank may hold no column at all.
     flat = logits.reshape(target.numel(), logits.shape[-1])
-    loss = sharded_ce(
-        flat, target, mesh, vocab_size=vocab_size, padded_size=columns, options=options
-    )
+    loss = column_ce(FlatLogits(flat, target, mesh, vocab_size, columns, shape), options)
     return loss.reshape(shape) if reduction == "none" else loss
-
-
-def sharded_ce(
-    logits: Tensor,
-    labels: Tensor,
-    mesh: DeviceMesh,
-    *,
-    vocab_size: int,
-    padded_size: int,
-    options: LossOptions,
-) -> Tensor:
-    """`vocab_parallel_ce` on checked inputs: logits [N, V_local], labels [N] int64."""
-    classes = real_columns(mesh.size(), vocab_size, padded_size)
-    needs_grad = torch.is_grad_enabled() and logits.requires_grad  # not to be seen in the forward
-    losses: Tensor = _VocabParallelCE.apply(  # type: ignore[no-untyped-call]
-        logits, labels, mesh, classes, options, needs_grad
-    )
-    return reduce_tokens(losses, labels, options)
-
-
-def shards_columns(logits: DTensor) -> bool:
-    """Whether the last dim is sharded over the first mesh dim, in plain chunk order."""
-    placement = logits.placements[0]
-    # By type: a strided shard has its columns in another order, and is a subclass in some versions.
-    return type(placement) is Shard and placement.dim in (-1, logits.ndim - 1)
-
-
-class _VocabParallelCE(torch.autograd.Function):
-    """Loss per token [N]; autograd reduces it, so any gradient may come in, any number of times."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        mesh: DeviceMesh,
-        classes: tuple[int, ...],
-        options: LossOptions,
-        needs_grad: bool,
-    ) -> Tensor:
-        rank = mesh.get_local_rank()
-        first, mine = sum(classes[:rank]), classes[rank]
-        keep = needs_grad and _keeps_exps(logits, options)
-        exps = torch.empty_like(logits) if keep else None
-        stats = column_stats(logits[:, :mine], labels - first, options, exps)
-        top, total, losses = merge_stats(gather_stats(stats, mesh), classes, options)
-        # p = exp(x - here) * share: the same bits whether exp(x - here) is kept or computed again
-        here = stats[MAX].clone()
-        share = (here - top).exp() / total
-        lse = top + total.log()
-        ctx.save_for_backward(logits, labels, here, share, lse)
-        ctx.first, ctx.mine, ctx.vocab_size = first, mine, sum(classes)
-        ctx.exps, ctx.options = exps, options
-        return losses.masked_fill_(labels == options.ignore_index, 0.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, labels, here, share, lse = ctx.saved_tensors
-        options: LossOptions = ctx.options
-        # d loss / d x = p * (1 + 2 z lse) - [column == label] * (1 - eps) - eps / V
-        grad = grad.masked_fill(labels == options.ignore_index, 0.0) * options.logit_scale
-        on_exp = grad * share
-        if options.z_loss:
-            on_exp = on_exp * (1 + 2 * options.z_loss * lse)
-        target, owned = find_owned(labels - ctx.first, ctx.mine)
-        on_target = (grad * (options.label_smoothing - 1)).masked_fill(~owned, 0.0)
-        on_all = grad * (options.label_smoothing / ctx.vocab_size)
-
-        exps, ctx.exps = ctx.exps, None  # given away as the gradient: a second backward starts anew
-        out = torch.empty_like(logits) if exps is None else exps
-        out[:, ctx.mine :] = 0.0
-        for rows in row_blocks(logits) if ctx.mine else ():
-            block = out[rows, : ctx.mine]
-            if exps is None:
-                x = shape_logits(logits[rows, : ctx.mine], options)
-                work = torch.sub(x, here[rows, None]).exp_()
-            else:
-                work = block
-            work.mul_(on_exp[rows, None]).scatter_add_(1, target[rows, None], on_target[rows, None])
-            if options.label_smoothing:
-                work.sub_(on_all[rows, None])
-            if options.softcap is not None:
-                work.mul_(1 - (x / options.softcap).square())
-            if exps is None:
-                block.copy_(work)  # rounded once, after everything is summed
-        return out, None, None, None, None, None
 
 
 def _local_logits(logits: Tensor, mesh: DeviceMesh, vocab_size: int, columns: int) -> Tensor:
@@ -204,13 +107,3 @@ def _local_logits(logits: Tensor, mesh: DeviceMesh, vocab_size: int, columns: in
     if wrong:
         raise ValueError(f"{where}: {'; '.join(wrong)}")
     return logits
-
-
-def _keeps_exps(logits: Tensor, options: LossOptions) -> bool:
-    """Whether exp(x - m) is kept to become the gradient, instead of computed a second time.
-
-    In float32 it costs nothing at the peak (the gradient needs as much) and saves a quarter of the
-    time. For shorter dtypes it would need more than the gradient, and a soft cap needs x again.
-    """
-    same_dtype = logits.dtype == loss_dtype(logits.dtype)
-    return same_dtype and options.softcap is None and not torch.compiler.is_compiling()

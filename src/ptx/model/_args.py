@@ -97,6 +97,32 @@ class ModelArgs:
         if problems:
             raise ValueError("ModelArgs: " + "; ".join(problems))
 
+    @classmethod
+    def from_hf(cls, config: object) -> ModelArgs:
+        """The arguments of a transformers model whose checkpoints `Transformer` can hold.
+
+        Llama 2 and 3.x, Mistral, Qwen2 and 2.5, Qwen3, SmolLM 1 to 3, and others that have one of
+        their model types. RoPE may be spelled as transformers 5 does (``rope_parameters``) or as
+        before (``rope_theta`` and ``rope_scaling``). Fields that are absent have transformers'
+        values.
+
+        Args:
+            config: transformers' configuration object, a dict of it, or the path of a
+                ``config.json`` or of a folder with one.
+
+        Returns:
+            Its arguments: logits equal transformers' to 5e-5 in float32.
+
+        Raises:
+            ValueError: Another model type; a field that isn't understood, or with a value that
+                means something `Transformer` doesn't compute. Names each with its value.
+
+        Cost: a read of one small file, if a path was given; transformers isn't imported.
+        """
+        from ptx.model._from_hf import args_from_hf
+
+        return args_from_hf(config)
+
     @property
     def kv_heads(self) -> int:
         """Key/value heads of the whole model."""
@@ -116,6 +142,10 @@ class ModelArgs:
         if self.ffn_dim_multiplier is not None:
             width = int(self.ffn_dim_multiplier * width)
         return self.multiple_of * -(-width // self.multiple_of)
+
+    def heads_split(self, tp: int) -> bool:
+        """Whether ``tp`` ranks can share the heads; else `tp_plan` has to keep attention whole."""
+        return self.n_heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
     def uses_rope(self, layer: int) -> bool:
         """Whether this layer rotates its queries and keys."""

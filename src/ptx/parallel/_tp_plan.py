@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -16,6 +14,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ptx._names import clean_named_modules, match_names
 from ptx.model import Transformer
+from ptx.parallel._tp_refuse import whole_matrix_reason
 from ptx.parallel._tp_styles import (
     AttentionInput,
     HeadParallel,
@@ -26,6 +25,9 @@ from ptx.parallel._tp_styles import (
 
 Plan = dict[str, ParallelStyle]
 
+# Families of transformers whose modules have the names, and whose forward the steps, of Llama's.
+_LIKE_LLAMA = ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3")
+
 _USE_LOGITS = "its loss takes no sharded logits; compute it from .logits, e.g. by ptx.cross_entropy"
 _SOME_HEADS = "they would be those of one rank's heads"
 _ONE_PART = (
@@ -34,7 +36,9 @@ _ONE_PART = (
 )
 
 
-def tp_plan(model: nn.Module, *, sequence_parallel: bool = True) -> Plan:
+def tp_plan(
+    model: nn.Module, *, sequence_parallel: bool = True, whole_attention: bool = False
+) -> Plan:
     """The plan `apply_tp` uses for a model it knows: a dict to print, edit and pass to it.
 
     Keys are module names or globs: ``*`` stays within one dotted component, ``""`` is the model.
@@ -42,48 +46,47 @@ def tp_plan(model: nn.Module, *, sequence_parallel: bool = True) -> Plan:
     lacks (a pipeline part, no q_norm) have no key. The plan fits every tp size.
 
     Args:
-        model: `ptx.Transformer`, or transformers' ``LlamaForCausalLM`` or ``LlamaModel``; on any
-            device, meta included. It isn't changed.
+        model: `ptx.Transformer`, or ``ForCausalLM`` or ``Model`` of transformers' Llama, Mistral,
+            Qwen2, Qwen3 or SmolLM3; on any device, meta included. It isn't changed.
         sequence_parallel: Split the residual stream and its norms over the sequence (dim 1) too:
             1/tp of their activation memory and compute, for the same volume of communication. tp
             must then divide every sequence.
+        whole_attention: Every rank computes all of the attention, for a number of heads that tp
+            doesn't divide; embedding, feed-forward and head are split.
 
     Returns:
         Glob -> ParallelStyle.
 
     Raises:
-        ValueError: No plan is known for the model.
+        ValueError: No plan is known for the model; says what in it can't be split, if it shows.
 
     Source: Shoeybi et al., arXiv:1909.08053 (columns, then rows); Korthikanti et al.,
     arXiv:2205.05198 (the sequence).
     """
     if isinstance(model, Transformer):
-        plan = _transformer_plan(model, sequence_parallel)
+        plan = _transformer_plan(model, sequence_parallel, whole_attention)
     else:
-        plan = _transformers_plan(model, sequence_parallel)
+        plan = _transformers_plan(model, sequence_parallel, whole_attention)
     names = [name for name, _ in clean_named_modules(model)]
     return {key: style for key, style in plan.items() if _matches(key, names)}
 
 
-def _transformer_plan(model: Transformer, sequence_parallel: bool) -> Plan:
+def _transformer_plan(model: Transformer, sequence_parallel: bool, whole_attention: bool) -> Plan:
     args = model.args
     stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
-    # [B, S, heads, head_dim]: what is split, with or without sequence parallelism, are the heads.
-    head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)
-    kv = HeadParallel(args.kv_heads, replicate=True)
+    names = {"q": "wq", "k": "wk", "v": "wv", "o": "wo"}
+    heads = (args.n_heads, args.kv_heads)
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
         "layers.*.attention_norm": norm,
         "layers.*.attention": PrepareModuleInput(
             input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
         ),
-        "layers.*.attention.wq": HeadParallel(args.n_heads),
-        "layers.*.attention.wk": kv,
-        "layers.*.attention.wv": kv,
-        "layers.*.attention.q_norm": head_norm,
-        "layers.*.attention.k_norm": head_norm,
-        "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
+        **{
+            f"layers.*.attention.{names.get(part, part)}": style
+            for part, style in _attention_styles(heads, stream, whole_attention).items()
+        },
         "layers.*.ffn_norm": norm,
         "layers.*.feed_forward": PrepareModuleInput(
             input_layouts=stream, desired_input_layouts=Replicate()
@@ -98,22 +101,48 @@ def _transformer_plan(model: Transformer, sequence_parallel: bool) -> Plan:
     }
 
 
-def _transformers_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
+def _attention_styles(heads: tuple[int, int], stream: Placement, whole: bool) -> Plan:
+    """Styles of what is in an attention, in the order of its forward."""
+    if whole:
+        split = stream if stream.is_shard() else None
+        plain = dict.fromkeys(("q", "k", "v", "q_norm", "k_norm"), Replicated())
+        return {**plain, "o": Replicated(output=split)}
+    kv = HeadParallel(heads[1], replicate=True)
+    # On [B, S, heads, head_dim], whose heads are this rank's, sequence parallel or not: the
+    # gradient of such a norm is a sum over the ranks.
+    head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return {
+        "q": HeadParallel(heads[0]),
+        "k": kv,
+        "v": kv,
+        "q_norm": head_norm,
+        "k_norm": head_norm,
+        "o": RowwiseParallel(output_layouts=stream),
+    }
+
+
+def _transformers_plan(model: nn.Module, sequence_parallel: bool, whole_attention: bool) -> Plan:
     # By name: importing transformers takes seconds, and whoever has such a model has paid already.
     for cls in type(model).__mro__:
-        if cls.__module__.startswith("transformers.") and cls.__name__ in _TRANSFORMERS_PLANS:
-            return _TRANSFORMERS_PLANS[cls.__name__](model, sequence_parallel)
-    known = ", ".join(["ptx.Transformer", *_TRANSFORMERS_PLANS])
+        family = cls.__name__.removesuffix("ForCausalLM").removesuffix("Model")
+        if cls.__module__.startswith("transformers.") and family in _LIKE_LLAMA:
+            if cls.__name__ == f"{family}ForCausalLM":
+                return _causal_lm_plan(model, sequence_parallel, whole_attention)
+            if cls.__name__ == f"{family}Model":
+                return _body_plan(model, sequence_parallel, whole_attention)
+    reason = whole_matrix_reason(model)
+    families = ", ".join(_LIKE_LLAMA)
     raise ValueError(
-        f"tp_plan: no plan for {type(model).__name__}, only for {known}; give apply_tp a plan= of"
-        " your own, module glob -> ParallelStyle"
+        f"tp_plan: no plan for {type(model).__name__}{f' ({reason})' if reason else ''}, only for"
+        f" ptx.Transformer and transformers' {families} (ForCausalLM and Model); give apply_tp a"
+        " plan= of your own, module glob -> ParallelStyle"
     )
 
 
-def _llama_for_causal_lm_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
+def _causal_lm_plan(model: nn.Module, sequence_parallel: bool, whole_attention: bool) -> Plan:
     stream = Shard(1) if sequence_parallel else Replicate()
     assert isinstance(model.model, nn.Module)
-    body = _llama_model_plan(model.model, sequence_parallel)
+    body = _body_plan(model.model, sequence_parallel, whole_attention)
     return {
         "": RefuseArguments({"labels": _USE_LOGITS, "output_attentions": _SOME_HEADS}),
         **{f"model.{key}".removesuffix("."): style for key, style in body.items()},
@@ -123,12 +152,12 @@ def _llama_for_causal_lm_plan(model: nn.Module, sequence_parallel: bool) -> Plan
     }
 
 
-def _llama_model_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
+def _body_plan(model: nn.Module, sequence_parallel: bool, whole_attention: bool) -> Plan:
     heads: int = model.config.num_attention_heads  # type: ignore[union-attr, assignment]
     kv_heads: int = model.config.num_key_value_heads  # type: ignore[union-attr, assignment]
     stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
-    kv = HeadParallel(kv_heads, replicate=True)
+    names = {part: f"{part}_proj" for part in "qkvo"}
     plan: Plan = {
         # The model counts positions on this output; as a DTensor it is as long as the sequence.
         "embed_tokens": RowwiseParallel(
@@ -137,11 +166,13 @@ def _llama_model_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
             use_local_output=not sequence_parallel,
         ),
         "layers.*.input_layernorm": norm,
-        "layers.*.self_attn": AttentionInput(stream, heads=heads, kv_heads=kv_heads),
-        "layers.*.self_attn.q_proj": HeadParallel(heads),
-        "layers.*.self_attn.k_proj": kv,
-        "layers.*.self_attn.v_proj": kv,
-        "layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=stream),
+        "layers.*.self_attn": AttentionInput(
+            stream, heads=heads, kv_heads=kv_heads, whole=whole_attention
+        ),
+        **{
+            f"layers.*.self_attn.{names.get(part, part)}": style
+            for part, style in _attention_styles((heads, kv_heads), stream, whole_attention).items()
+        },
         "layers.*.post_attention_layernorm": norm,
         "layers.*.mlp": PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
         "layers.*.mlp.gate_proj": ColwiseParallel(),
@@ -156,12 +187,6 @@ def _llama_model_plan(model: nn.Module, sequence_parallel: bool) -> Plan:
             input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=True
         )
     return plan
-
-
-_TRANSFORMERS_PLANS: dict[str, Callable[[nn.Module, bool], Plan]] = {
-    "LlamaForCausalLM": _llama_for_causal_lm_plan,
-    "LlamaModel": _llama_model_plan,
-}
 
 
 def _matches(key: str, names: list[str]) -> bool:

@@ -54,9 +54,13 @@ class HeadParallel(ParallelStyle):
         if self.replicate:
             return (
                 f"{self.heads} kv heads and tp={tp}: neither divides the other; choose a tp that"
-                f" divides {self.heads} (heads are split) or is a multiple (they are replicated)"
+                f" divides {self.heads} (heads are split) or is a multiple (they are replicated), or"
+                " keep attention whole"
             )
-        return f"{self.heads} heads don't split over tp={tp}; choose a tp that divides them"
+        return (
+            f"{self.heads} heads don't split over tp={tp}; choose a tp that divides them, or keep"
+            " attention whole (tp_plan(model, whole_attention=True))"
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
@@ -105,17 +109,31 @@ class Replicated(ParallelStyle):
     gradient clipping take no mixture of those and plain tensors; but in the module's code
     ``self.weight`` is the plain tensor, for layers that DTensors don't know. Positional inputs that
     are DTensors are gathered. Gradients need no collective, as they are equal on every rank.
+
+    Args:
+        output: What the output becomes, e.g. ``Shard(1)``: this rank's part of the sequence, a plain
+            tensor. None: it stays as it is.
     """
+
+    def __init__(self, *, output: Placement | None = None) -> None:
+        self.output = output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for part in module.modules():
             if _hold_whole(part, device_mesh):
                 part.__class__ = _plain_inside(type(part))  # type: ignore[arg-type]  # a class is hashable
         module.register_forward_pre_hook(_gather_inputs)
+        if self.output is not None:
+            split = [self.output]
+            module.register_forward_hook(
+                lambda _, inputs, output: (
+                    _replicated(output, device_mesh).redistribute(placements=split).to_local()
+                )
+            )
         return module
 
     def __repr__(self) -> str:
-        return "Replicated()"
+        return "Replicated()" if self.output is None else f"Replicated(output={self.output!r})"
 
 
 def _hold_whole(module: nn.Module, mesh: DeviceMesh) -> bool:
@@ -161,9 +179,12 @@ class AttentionInput(PrepareModuleInput):
             parallelism.
         heads: Query heads of the whole model.
         kv_heads: Key/value heads of the whole model.
+        whole: Whether every rank computes all of them.
     """
 
-    def __init__(self, layout: Placement, *, heads: int, kv_heads: int) -> None:
+    def __init__(
+        self, layout: Placement, *, heads: int, kv_heads: int, whole: bool = False
+    ) -> None:
         super().__init__(
             input_kwarg_layouts={"hidden_states": layout},
             desired_input_kwarg_layouts={"hidden_states": Replicate()},
@@ -171,16 +192,18 @@ class AttentionInput(PrepareModuleInput):
         self.layout = layout
         self.heads = heads
         self.kv_heads = kv_heads
+        self.whole = whole
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        tp = device_mesh.size()
+        tp = 1 if self.whole else device_mesh.size()
         groups = (self.heads // tp) // max(1, self.kv_heads // tp)
         module.num_key_value_groups = groups  # type: ignore[assignment]
         module.register_forward_pre_hook(_check_length, with_kwargs=True)
         return super()._apply(module, device_mesh)
 
     def __repr__(self) -> str:
-        return f"AttentionInput({self.layout!r}, heads={self.heads}, kv_heads={self.kv_heads})"
+        numbers = f"heads={self.heads}, kv_heads={self.kv_heads}, whole={self.whole}"
+        return f"AttentionInput({self.layout!r}, {numbers})"
 
 
 def _check_length(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

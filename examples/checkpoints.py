@@ -1,0 +1,68 @@
+"""When a run saves, and when it stops early: every so many steps, at its end, and on SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+import ptx
+
+
+class Saves:
+    """A checkpointer, or nothing at all without a folder.
+
+    Args:
+        root: Where the checkpoints go; None: nothing is saved or loaded.
+        interval: Steps between saves; 0: only the last step's.
+        keep: How many to keep; None: all.
+    """
+
+    def __init__(self, root: Path | None, interval: int, keep: int | None) -> None:
+        self.checkpointer = None if root is None else ptx.AsyncCheckpointer(root, keep=keep)
+        self.interval = interval
+        self.stopping = False
+        self._terminated = False
+        if self.checkpointer:  # without one SIGTERM ends the process, as ever
+            signal.signal(signal.SIGTERM, self._terminate)
+
+    def resume(self, state: Mapping[str, Any]) -> int:
+        """Loads the newest checkpoint; returns its step, 0 if there is none."""
+        return (self.checkpointer.load(state) if self.checkpointer else None) or 0
+
+    def after(self, step: int, state: Mapping[str, Any], *, last: bool) -> dict[str, float]:
+        """Saves if it is time to; ``stopping`` then says whether the run has to end here."""
+        if self.checkpointer is None:
+            return {}
+        self.checkpointer.poll()
+        # Ranks hear the signal in different steps, and have to stop after the same one.
+        terminated = torch.tensor(int(self._terminated))
+        dist.all_reduce(terminated, dist.ReduceOp.MAX)
+        self.stopping = bool(terminated)
+        if not (self.stopping or last or (self.interval and step % self.interval == 0)):
+            return {}
+        started = time.perf_counter()
+        self.checkpointer.save(step, state)
+        return {"train/ckpt_stage_seconds": time.perf_counter() - started}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.checkpointer:  # finishes what is in flight
+            self.checkpointer.__exit__(kind, error, traceback)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _terminate(self, *_: object) -> None:
+        self._terminated = True

@@ -1,0 +1,362 @@
+"""Save while training goes on, load on any mesh, and lose nothing."""
+
+from __future__ import annotations
+
+import atexit
+import operator
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, SupportsIndex
+
+import torch.distributed as dist
+
+from ptx.ckpt import _disk
+from ptx.ckpt._agree import new_layout, vote
+from ptx.ckpt._in_flight import InFlight, Save, SaveHandle
+from ptx.ckpt._layout import signature
+from ptx.ckpt._match import Options
+from ptx.ckpt._parts import Part, Stateful
+from ptx.ckpt._prepare import Prepared, prepare
+from ptx.ckpt._ranks import Ranks
+from ptx.ckpt._resume import load_newest
+from ptx.ckpt._root import open_root
+from ptx.ckpt._slots import Layout
+from ptx.ckpt._state import part_of
+
+
+class AsyncCheckpointer:
+    """Saves states to ``root/step-N`` in the background, and loads them on any mesh.
+
+    A save copies the state into a shared buffer and returns. A process of each rank, which knows
+    nothing of torch, writes the buffer with checksums and syncs it; when all ranks' files are
+    durable, that of rank 0 commits the step by one rename. So a step is there whole or not at all,
+    whoever dies when, and no other thread or process communicates. Each value is written once,
+    evenly over the ranks that hold it, in files that torch's DCP reads, too.
+
+    ``with AsyncCheckpointer(...)`` finishes what is in flight at the end, and so does the exit of
+    the interpreter, with exit code 1 if it can't. The constructor, ``save``, ``load``, ``poll``,
+    ``wait`` and ``close`` are called by all ranks, in the same order; what fails on one raises on
+    all. Linux only.
+
+    Args:
+        root: A folder that all ranks share. Made if need be.
+        keep: How many of the newest steps to keep; older ones are deleted once a newer one is
+            committed, and never the one just committed. None: all.
+        keep_every: Steps divisible by this are kept as well.
+        slots: Buffers, each as large as what this rank writes: how many saves can be in flight.
+        on_busy: What a save does while all slots are busy on some rank: wait, or be skipped on all.
+        process_group: A gloo group of the ranks; None: a new one over all.
+
+    Raises:
+        ValueError: An option is out of range, or the group can't communicate CPU tensors.
+        RuntimeError: ``root`` can't be made, or isn't the same folder on all ranks.
+
+    Cost: the first save starts the writer and allocates ``slots`` x the state of this rank, each
+        page touched; with CUDA, pinned. A later one takes a copy of the state, one all-reduce and
+        one all-gather of a few integers.
+
+    Source: the faults this is built against are those of pytorch#144657 (values changed after the
+        call), pytorch#133415 (a save that steps the optimizer), torchtitan#4197 (retention before
+        durability) and torchtitan#4292 (names of steps).
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        slots: int = 2,
+        on_busy: Literal["wait", "skip"] = "wait",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        _check_options(keep, keep_every, slots, on_busy)
+        self._keep, self._keep_every = keep, keep_every
+        self._on_busy = on_busy
+        self._ranks = Ranks(process_group)
+        self.root = open_root(root, self._ranks)
+        self._flight = InFlight(self.root, self._ranks, slots)
+        self._layout: Layout | None = None
+        self._meta: Any = None
+        self._closed = False
+        # Both hold no reference to this: who drops it without closing loses nothing either.
+        self._at_exit = _at_exit_hook(weakref.ref(self), os.getpid())
+        self._dropped = weakref.finalize(self, _finish_dropped, self._flight, os.getpid())
+        self._dropped.atexit = False
+
+    @property
+    def meta(self) -> Any:
+        """What ``save`` was given with the step that was loaded; None before a load."""
+        return self._meta
+
+    def save(
+        self,
+        step: SupportsIndex,
+        state: Mapping[str, Stateful],
+        meta: Any = None,
+        block: bool = False,
+    ) -> SaveHandle | None:
+        """Copy the state of this moment, and return while it is being written.
+
+        Nothing is changed by it: no optimizer state is made, no random number drawn.
+
+        Args:
+            step: 0 or more. A step that is there already is replaced, in the moment of the commit.
+            state: What `train_state` returns, or any dict of Statefuls and modules. Values may be
+                numbers, strings, lists, dicts and so on: what would have to be pickled is refused.
+            meta: Any such value, to find as ``meta`` after a load. Rank 0's is kept.
+            block: Return only once it is durable.
+
+        Returns:
+            A handle with ``done``, ``wait()`` and ``path``; None if it was skipped, see ``on_busy``.
+
+        Raises:
+            ValueError: The state can't be saved, or isn't equal on all ranks, by name.
+            RuntimeError: The folder can't be written, or an earlier save failed since the last
+                ``poll``; then this one hasn't begun.
+        """
+        self._require_open("save")
+        flight = self._flight
+        slot = flight.acquire(wait=self._on_busy == "wait")
+        if slot is None:
+            return None
+        number, ready, folder, error = 0, None, None, None
+        token = int.from_bytes(os.urandom(7), "big")
+        try:
+            number = _checked_step(step)
+            parts = {key: part_of(key, value, where="save") for key, value in state.items()}
+            ready = prepare(parts, meta, self._ranks.rank)
+            changed = self._layout is None or self._layout.signature != signature(ready.tensors)
+            if self._ranks.rank == 0:
+                folder = f".saving-{number}-{token:014x}"
+                os.mkdir(self.root / folder)
+        except Exception as problem:
+            ready, changed, folder, error = None, False, None, problem
+        try:
+            split_is_equal, changed, token = vote(
+                self._ranks, number, ready, changed=changed, token=token, error=error
+            )
+            assert ready is not None
+            if changed:
+                self._lay_out(ready)
+        except BaseException:
+            if folder:
+                _disk.discard(os.fspath(self.root), folder)
+            raise
+        save = flight.add(number, f".saving-{number}-{token:014x}")
+        try:
+            self._stage(save, slot, ready, split_is_equal)
+        except Exception as problem:  # the next round tells all ranks
+            save.failure = f"{type(problem).__name__}: {problem}"
+        handle = flight.handle(save)
+        if block:
+            handle.wait()
+        return handle
+
+    def load(
+        self,
+        state: Mapping[str, Stateful],
+        *,
+        step: int | None = None,
+        allow_missing: Sequence[str] = (),
+        allow_unexpected: Sequence[str] = (),
+        allow_cast: bool = False,
+    ) -> int | None:
+        """Load a step into live objects, bit for bit, whatever mesh or number of ranks saved it.
+
+        Rank 0 chooses the step. Every byte of it is verified before anything is written. A damaged
+        step is reported to the logger "ptx.ckpt", with file, offset and reason, and the next older
+        one is taken.
+
+        Args:
+            state: As for ``save``, after materialize(..., seed=None) if it was built on meta. Any of
+                the saved keys will do: ``{"model": state["model"]}`` loads weights only.
+            step: None: the newest that verifies. An explicit one has no substitute.
+            allow_missing: Names or globs of what the checkpoint may lack and is then left as it is;
+                a dotted prefix means all below it: ``"optimizer"``, ``"model.layers.*.lora_a"``.
+            allow_unexpected: The same for what it has and nothing takes.
+            allow_cast: Let tensors be converted to the dtypes that they have here.
+
+        Returns:
+            The step; None only if no step was ever committed.
+
+        Raises:
+            ValueError: There is no such step, or names, shapes or dtypes don't fit: all of them in
+                one message, with nothing written.
+            RuntimeError: No step verifies, with nothing written; or an object refused its state.
+
+        Cost: on the same mesh each rank reads its own file once; on others also what it needs of
+            the other files. Memory for optimizer states that don't exist yet, and no other.
+        """
+        self._require_open("load")
+        error: Exception | None = None
+        parts: dict[str, Part] = {}
+        try:
+            parts = {key: part_of(key, value, where="load") for key, value in state.items()}
+        except Exception as problem:
+            error = problem
+        self._ranks.raise_together(error)
+        options = Options(allow_missing, allow_unexpected, allow_cast)
+        loaded = load_newest(os.fspath(self.root), self._ranks, parts, step, options)
+        if loaded is None:
+            return None
+        self._meta = loaded.meta
+        return loaded.number
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending, as this rank sees the folder."""
+        folders = _disk.step_folders(os.fspath(self.root))
+        return [s for s, f in folders.items() if os.path.exists(os.path.join(f, _disk.MANIFEST))]
+
+    def latest(self) -> int | None:
+        """The newest step with a whole manifest and all files, as this rank sees the folder.
+
+        It was durable before it got its name; its bytes are verified by ``load`` and `verify`.
+        """
+        for step, folder in reversed(_disk.step_folders(os.fspath(self.root)).items()):
+            try:
+                _disk.check_sizes(folder, _disk.read_manifest(folder)[1])
+            except _disk.DamagedError:
+                continue
+            return step
+        return None
+
+    def poll(self) -> None:
+        """Learn what became of the saves in flight; made to be called after every step.
+
+        Raises:
+            RuntimeError: A save failed, on some rank. All ranks raise in the same call: the first
+                after that in which the rank noticed. Each failure is raised once; training may go
+                on, and later saves are fine if what was wrong is.
+
+        Cost: an all-reduce of three integers that nobody waits for, if a save is in flight; else
+            nothing that communicates.
+        """
+        self._require_open("poll")
+        self._flight.poll()
+
+    def wait(self) -> None:
+        """Return once all saves are durable; raises as ``poll`` does."""
+        self._require_open("wait")
+        self._flight.wait(lambda: not self._flight.pending)
+
+    def close(self) -> None:
+        """Finish what is in flight, end the writer, free the buffers; raises as ``poll`` does."""
+        if self._closed:
+            return
+        try:
+            if not self._ranks.gone:
+                self.wait()
+            elif problems := self._flight.finish_alone():
+                raise RuntimeError(f"close: unfinished: {'; '.join(problems)}")
+        finally:
+            self._shut()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._closed:
+            # Other ranks may not be here, so nothing that waits for them.
+            for problem in self._flight.finish_alone():
+                sys.stderr.write(f"AsyncCheckpointer: {problem}\n")
+            self._shut()
+
+    def _require_open(self, where: str) -> None:
+        if self._closed:
+            raise ValueError(f"{where}: this AsyncCheckpointer is closed; make a new one")
+
+    def _shut(self) -> None:
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._dropped.detach()
+        self._flight.close()
+        self._ranks.close()
+
+    def _lay_out(self, ready: Prepared) -> None:
+        error: Exception | None = None
+        layout = new_layout(self._ranks, ready)
+        try:
+            self._flight.lay_out(layout, len(layout.index) + len(layout.dcp))
+        except Exception as problem:
+            error = problem
+        self._ranks.raise_together(error)
+        self._layout = layout
+
+    def _stage(self, save: Save, slot: int, ready: Prepared, split_is_equal: bool) -> None:
+        """Copy the state into the slot, and have it written."""
+        layout, ranks = self._layout, self._ranks
+        assert layout is not None
+        sections = [ready.own_section(split_is_equal)]
+        if ranks.rank == 0:
+            body = ready.body(save.step, save.folder, ranks.size, split_is_equal, layout.index)
+            sections += [body, layout.dcp]
+        buffer = self._flight.slots[slot]
+        buffer.lay_out(layout, sum(map(len, sections)))
+        buffer.stage(ready.tensors)
+        job = {
+            "data_bytes": layout.data_bytes,
+            "keep": self._keep,
+            "keep_every": self._keep_every,
+        }
+        self._flight.write(save, slot, sections, job)
+
+
+def _check_options(keep: Any, keep_every: Any, slots: Any, on_busy: Any) -> None:
+    wrong = [
+        f"{name} must be an integer of at least 1, got {value!r}"
+        for name, value in {"keep": keep, "keep_every": keep_every, "slots": slots}.items()
+        if not (value is None and name != "slots")
+        and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
+    ]
+    if on_busy not in ("wait", "skip"):
+        wrong.append(f"on_busy must be 'wait' or 'skip', got {on_busy!r}")
+    if keep is None and keep_every is not None:
+        wrong.append("keep_every exempts steps from keep, which isn't given")
+    if wrong:
+        raise ValueError("AsyncCheckpointer: " + "; ".join(wrong))
+
+
+def _checked_step(step: SupportsIndex) -> int:
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex):
+        raise ValueError(f"save: step must be an integer, got {step!r}")
+    number = operator.index(step)
+    if not 0 <= number < 2**62:  # travels as int64
+        raise ValueError(f"save: step must be 0 or more, got {number}")
+    return number
+
+
+def _finish_dropped(flight: InFlight, pid: int) -> None:
+    """For who never called close."""
+    if os.getpid() == pid:
+        problems = flight.finish_alone()
+        flight.close()
+        if problems:
+            sys.stderr.write(f"AsyncCheckpointer: dropped with {'; '.join(problems)}\n")
+
+
+def _at_exit_hook(reference: weakref.ref[AsyncCheckpointer], pid: int) -> Callable[[], None]:
+    def at_exit() -> None:
+        it = reference()
+        if it is None or it._closed or os.getpid() != pid:
+            return
+        problems = it._flight.finish_alone()
+        it._flight.close()
+        if problems:
+            sys.stderr.write(f"AsyncCheckpointer: unfinished at exit: {'; '.join(problems)}\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # an exception here would leave the exit code at 0
+
+    atexit.register(at_exit)
+    return at_exit

@@ -1,0 +1,281 @@
+"""Saves that are being written: their slots and writer, and what all ranks agree became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptx.ckpt import _disk
+from ptx.ckpt._ranks import Maximum, Ranks
+from ptx.ckpt._slots import Layout, Slot
+from ptx.ckpt._writer_process import WriterProcess
+
+LOG = logging.getLogger("ptx.ckpt")
+LOOK_SECONDS = 0.002  # between rounds of a wait, if the writer reports nothing
+
+
+@dataclass(eq=False)
+class Save:
+    """One save; ``seq`` is the same on all ranks, and rises.
+
+    Attributes:
+        folder: Of the attempt, in the root.
+        slot: While the writer reads it.
+        failure: Of this rank, not yet agreed on.
+        finished: This rank's part is written; on rank 0: the step is committed.
+        done: All ranks know that it is committed.
+        error: All ranks know that it failed, and why.
+    """
+
+    step: int
+    seq: int
+    folder: str
+    slot: int | None = None
+    failure: str | None = None
+    finished: bool = False
+    done: bool = False
+    error: str | None = None
+
+
+class SaveHandle:
+    """A save under way, or done."""
+
+    def __init__(self, save: Save, path: Path, wait: Callable[[Save], None]) -> None:
+        self._save = save
+        self._wait = wait
+        self.path = path  # the folder that it becomes
+
+    @property
+    def step(self) -> int:
+        return self._save.step
+
+    @property
+    def done(self) -> bool:
+        """Whether it is committed, as far as this rank knows from its last poll, wait or save."""
+        return self._save.done
+
+    def wait(self) -> None:
+        """Return once the step is durable on all ranks. All ranks call it.
+
+        Raises:
+            RuntimeError: It failed; on every rank.
+        """
+        self._wait(self._save)
+
+    def __repr__(self) -> str:
+        error, done = self._save.error, self._save.done
+        state = f"failed: {error}" if error else "done" if done else "in flight"
+        return f"SaveHandle(step={self.step}, {state}, path={str(self.path)!r})"
+
+
+class InFlight:
+    """The saves of one checkpointer that aren't settled yet.
+
+    Ranks agree by all-reduces of three integers: whether one has a failure, whether one has no free
+    slot, and the last save that rank 0 committed. Each is started by one poll and read by the next,
+    so nobody waits; what it says is the same on all ranks, so all raise in the same poll.
+    """
+
+    def __init__(self, root: Path, ranks: Ranks, slots: int) -> None:
+        self.root = root
+        self.ranks = ranks
+        self.slots = [Slot() for _ in range(slots)]
+        self.pending: list[Save] = []
+        self._users: list[Save | None] = [None] * slots
+        self._writer: WriterProcess | None = None
+        self._fresh = False  # the writer has had no job yet
+        self._round: Maximum | None = None
+        self._seq = 0
+
+    def poll(self) -> None:
+        """Read the last round, and start the next one if something is in flight."""
+        self._take(0.0)
+        self._read_round()
+        if self.pending:
+            self._start_round()
+
+    def wait(self, settled: Callable[[], bool]) -> None:
+        while not settled():
+            self._take(0.0)
+            self._read_round()
+            if self.pending:
+                self._start_round()
+                self._read_round()
+            if not settled():
+                self._take(LOOK_SECONDS)
+
+    def wait_for(self, save: Save) -> None:
+        self.wait(lambda: save not in self.pending)
+        if save.error is not None:
+            raise RuntimeError(f"save of step {save.step} failed: {save.error}")
+
+    def acquire(self, wait: bool) -> int | None:
+        """A slot that is free here, while one is on every rank; None if not, and not to wait."""
+        while True:
+            self._take(0.0)
+            self._read_round()
+            mine = next((i for i, user in enumerate(self._users) if user is None), None)
+            self._start_round()
+            if not self._read_round():
+                return mine
+            if not wait:
+                return None
+            self._take(LOOK_SECONDS)
+
+    def lay_out(self, layout: Layout, sections: int) -> None:
+        """Allocate all free slots now: at the first save, rather than when memory has become short."""
+        for slot, user in zip(self.slots, self._users):
+            if user is None:
+                slot.lay_out(layout, sections)
+
+    def add(self, step: int, folder: str) -> Save:
+        """A new save, which is in flight from now on."""
+        self._seq += 1
+        self.pending.append(Save(step, self._seq, folder))
+        return self.pending[-1]
+
+    def handle(self, save: Save) -> SaveHandle:
+        return SaveHandle(save, self.root / f"step-{save.step}", self.wait_for)
+
+    def write(self, save: Save, slot: int, sections: list[bytes], job: dict[str, Any]) -> None:
+        """Hand a staged slot to the writer."""
+        at = job["data_bytes"]
+        for section in sections:
+            self.slots[slot].put(at, section)
+            at += len(section)
+        self._send(
+            {
+                **job,
+                "seq": save.seq,
+                "step": save.step,
+                "folder": save.folder,
+                "slot": slot,
+                "slot_bytes": self.slots[slot].size,
+                "sections": [len(section) for section in sections],
+                "world_size": self.ranks.size,
+            }
+        )
+        save.slot, self._users[slot] = slot, save
+
+    def finish_alone(self) -> list[str]:
+        """Without other ranks: have the writer finish and exit; returns what it couldn't."""
+        if self._writer is not None:
+            self._writer.finish()
+        while self._writer is not None:
+            self._take(1.0)
+        return [
+            f"step {one.step}: {one.failure or 'not written'}"
+            for one in self.pending
+            if not one.finished
+        ]
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.stop()
+            self._writer = None
+        for slot in self.slots:
+            slot.free()
+        self.slots = []
+
+    def _send(self, job: dict[str, Any]) -> None:
+        if self._writer is None:
+            self._writer = WriterProcess(self.root, self.ranks.rank, [s.fd for s in self.slots])
+            self._fresh = True
+        old: list[str] = []
+        if self._fresh and self.ranks.rank == 0:
+            # Listed now: a later save's folder must not be among them when the writer gets to it.
+            own = {one.folder for one in self.pending}
+            old = [name for name in _disk.leftovers(os.fspath(self.root)) if name not in own]
+        self._writer.send({**job, "leftovers": old})
+        self._fresh = False
+
+    def _take(self, seconds: float) -> None:
+        """Take the writer's reports, after waiting at most so long for the first."""
+        if self._writer is None:
+            return
+        by_seq = {one.seq: one for one in [*self._users, *self.pending] if one is not None}
+        for report in self._writer.reports(seconds):
+            if (one := by_seq.get(report["seq"])) is None:
+                continue
+            if report["event"] == "failed":
+                one.failure = report["text"]
+            elif report["event"] == "committed" or self.ranks.rank > 0:
+                one.finished = True
+            self._release(one)
+        if self._writer.ended:
+            self._bury(self._writer)
+
+    def _bury(self, writer: WriterProcess) -> None:
+        """What a dead writer hasn't finished has failed; the next save starts another."""
+        how = writer.why()
+        writer.stop()
+        self._writer = None
+        for one in self.pending:
+            if not one.finished and not one.failure:
+                if self.ranks.rank == 0 and self._is_committed(one):
+                    one.finished = True  # it died before it could say so
+                else:
+                    one.failure = f"the writer process died ({how})"
+        for one in filter(None, list(self._users)):
+            self._release(one)
+        if not self.pending and how != "exit code 0":
+            LOG.warning("the idle writer process died (%s); the next save starts another", how)
+
+    def _release(self, one: Save) -> None:
+        if one.slot is not None:
+            self._users[one.slot] = None
+            one.slot = None
+
+    def _is_committed(self, one: Save) -> bool:
+        try:
+            _, manifest = _disk.read_manifest(os.fspath(self.root / f"step-{one.step}"))
+        except _disk.DamagedError:
+            return False
+        return bool(manifest["attempt"] == one.folder)
+
+    def _start_round(self) -> None:
+        finished = [one.seq for one in self.pending if one.finished]
+        numbers = [
+            int(any(one.failure for one in self.pending)),
+            int(None not in self._users),
+            max(finished, default=0) if self.ranks.rank == 0 else 0,
+        ]
+        self._round = self.ranks.start_max(numbers)
+
+    def _read_round(self) -> bool:
+        """Whether some rank had no free slot. Raises on all ranks if a save failed on one."""
+        if self._round is None:
+            return False
+        failed, no_slot, committed = self._round.result()
+        self._round = None
+        for one in [one for one in self.pending if one.seq <= committed]:
+            one.done = True
+            self.pending.remove(one)
+        if failed:
+            self._agree_on_failures()
+        return bool(no_slot)
+
+    def _agree_on_failures(self) -> None:
+        mine = {one.seq: one.failure for one in self.pending if one.failure}
+        texts: dict[int, list[str]] = {}
+        for rank, failures in enumerate(self.ranks.gather_objects(mine)):
+            for seq, text in failures.items():
+                texts.setdefault(seq, []).append(f"rank {rank}: {text}")
+        failed = [one for one in self.pending if one.seq in texts]
+        for one in failed:
+            one.error = "; ".join(texts[one.seq][:8])
+            self.pending.remove(one)
+            with contextlib.suppress(OSError):
+                if self._writer is not None:
+                    self._writer.send({"abort": one.seq})
+                if self.ranks.rank == 0:
+                    _disk.discard(os.fspath(self.root), one.folder)
+        if failed:
+            raise RuntimeError(
+                "; ".join(f"save of step {one.step} failed: {one.error}" for one in failed)
+            )

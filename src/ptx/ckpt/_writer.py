@@ -1,0 +1,289 @@
+"""The writer process: streams a rank's staged bytes to disk; that of rank 0 also commits the step.
+
+A stand-alone script (``python -I _writer.py``) that imports neither torch nor ptx, so it starts in
+some 20 ms and holds no memory of its own. It reads jobs from stdin and reports on stdout, a JSON
+line each; the bytes are in memfds that it shares with the trainer. Once it is told so, or the
+trainer dies, it finishes what it has, waits a limited time for the other ranks, and exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+CONFIG = json.loads(sys.argv[1])
+sys.path += CONFIG["path"]  # of this folder, and of xxhash
+
+import _disk  # type: ignore[import-not-found]  # noqa: E402
+import xxhash  # noqa: E402
+
+LOOK_SECONDS = (0.002, 0.1)  # between looks for other ranks' parts: first, and at most
+PARENT_SECONDS = 0.5  # between looks whether the trainer lives
+
+
+class _State:
+    """What the threads share; each field is written by one of them."""
+
+    def __init__(self) -> None:
+        self.deadline = float("inf")  # of waiting for other ranks, once nobody sends jobs any more
+        self.aborted: set[int] = set()
+        self.maps: dict[int, mmap.mmap] = {}
+
+
+STATE = _State()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop, and tells
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    to_write: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    to_commit: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threads = [threading.Thread(target=_write_loop, args=(to_write, to_commit))]
+    if CONFIG["rank"] == 0:
+        threads.append(threading.Thread(target=_commit_loop, args=(to_commit,)))
+    for thread in threads:
+        thread.start()
+    try:
+        for job in _jobs():
+            if "abort" in job:
+                STATE.aborted.add(job["abort"])
+            else:
+                to_write.put(job)
+    finally:  # the threads end, whatever happened here
+        STATE.deadline = time.monotonic() + CONFIG["orphan_seconds"]
+        to_write.put(None)
+
+
+def _jobs() -> Any:
+    """Lines of stdin, until one says so, or the trainer is gone.
+
+    The end of the pipe alone would not do: forks of the trainer hold it open.
+    """
+    rest = b""
+    while True:
+        if not select.select([0], [], [], PARENT_SECONDS)[0]:
+            if os.getppid() != CONFIG["parent"]:
+                return
+            continue
+        data = os.read(0, 2**16)
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            job = json.loads(line)
+            if "finish" in job:
+                return
+            yield job
+
+
+def _report(job: Any, event: str, **more: Any) -> None:
+    line = json.dumps({"seq": job["seq"], "event": event, **more}) + "\n"
+    try:
+        os.write(1, line.encode())
+    except OSError:
+        STATE.deadline = min(STATE.deadline, time.monotonic() + CONFIG["orphan_seconds"])
+
+
+def _write_loop(jobs: Any, written: Any) -> None:
+    while (job := jobs.get()) is not None:
+        try:
+            sections = _write_part(job)
+        except Exception as error:
+            _abort(job, _text(error))
+        else:
+            _report(job, "written")
+            if CONFIG["rank"] == 0:
+                written.put((job, sections))
+    written.put(None)
+
+
+def _write_part(job: Any) -> list[bytes]:
+    """This rank's data file and its manifest; returns what rank 0 needs to commit."""
+    folder = os.path.join(CONFIG["root"], job["folder"])
+    for name in job["leftovers"]:
+        _disk.discard(CONFIG["root"], name)
+    slot = _slot(job)
+    at, sections = job["data_bytes"], []
+    for size in job["sections"]:
+        sections.append(bytes(slot[at : at + size]))
+        at += size
+    part = json.loads(sections[0])
+    part["file"] = _write_data(job, folder, slot[: job["data_bytes"]])
+    slot.release()
+    sealed = _disk.seal(json.dumps(part).encode())
+    _disk.write_whole(os.path.join(folder, _disk.rank_file(CONFIG["rank"])), sealed)
+    _disk.sync_folder(folder)
+    return sections[1:]
+
+
+def _slot(job: Any) -> memoryview:
+    fd, size = CONFIG["slots"][job["slot"]], job["slot_bytes"]
+    known = STATE.maps.get(fd)
+    if known is None or len(known) != size:
+        STATE.maps[fd] = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+    return memoryview(STATE.maps[fd])
+
+
+def _write_data(job: Any, folder: str, data: memoryview) -> Any:
+    if not data:
+        return None
+    name = _disk.data_file(CONFIG["rank"])
+    space = os.statvfs(folder)
+    if space.f_bavail * space.f_frsize < len(data):  # rather now than after writing for minutes
+        raise OSError(errno.ENOSPC, f"{len(data)} bytes don't fit", folder)
+    sums = []
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(os.path.join(folder, name), flags, 0o666)
+    try:
+        for start in range(0, len(data), _disk.CHUNK_BYTES):
+            chunk = data[start : start + _disk.CHUNK_BYTES]
+            sums.append(xxhash.xxh3_64_hexdigest(chunk))
+            # In one call: the page cache then uses large pages, which a load maps in no time.
+            _disk.write_all(fd, chunk)
+            if job["seq"] in STATE.aborted:
+                raise RuntimeError("aborted, as another rank failed")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return {"name": name, "bytes": len(data), "xxh3_64": sums}
+
+
+def _abort(job: Any, text: str) -> None:
+    """Tell the trainer, and through the folder the writer of rank 0."""
+    folder = os.path.join(CONFIG["root"], job["folder"])
+    with contextlib.suppress(OSError):  # no space, or no folder: the trainers agree without it
+        _disk.write_whole(os.path.join(folder, _disk.abort_file(CONFIG["rank"])), text.encode())
+    if CONFIG["rank"] == 0:
+        _disk.discard(CONFIG["root"], job["folder"])
+    _report(job, "failed", text=text)
+
+
+def _commit_loop(jobs: Any) -> None:
+    while (item := jobs.get()) is not None:
+        job, (body, dcp) = item
+        try:
+            _commit(job, body, dcp)
+        except Exception as error:
+            _abort(job, _text(error))
+        else:
+            _report(job, "committed")
+            with contextlib.suppress(OSError):  # costs space only, and is tried again
+                _retain(job)
+
+
+def _commit(job: Any, body: bytes, dcp: bytes) -> None:
+    root = CONFIG["root"]
+    folder = os.path.join(root, job["folder"])
+    parts = _wait_for_parts(job, folder)
+    files = [part["file"] for part in parts if part["file"]]
+    if dcp:
+        _disk.write_whole(os.path.join(folder, ".metadata"), dcp)
+        chunks = range(0, len(dcp), _disk.CHUNK_BYTES)
+        sums = [xxhash.xxh3_64_hexdigest(dcp[at : at + _disk.CHUNK_BYTES]) for at in chunks]
+        files.append({"name": ".metadata", "bytes": len(dcp), "xxh3_64": sums})
+    more = {
+        "files": files,
+        "parts": _union([part["parts"] for part in parts], "parts"),
+        "per_rank": [part["per_rank"] for part in parts],
+        "meshes": [part["mesh"] for part in parts],
+    }
+    # The body may hold many MB of tensor index: spliced as text, not parsed.
+    whole = body[:-1] + b"," + json.dumps(more).encode()[1:]
+    _disk.write_whole(os.path.join(folder, _disk.MANIFEST), _disk.seal(whole))
+    for rank in range(len(parts)):
+        os.unlink(os.path.join(folder, _disk.rank_file(rank)))
+    _disk.sync_folder(folder)
+
+    _rename(root, job["folder"], job["step"])
+    _disk.sync_folder(root)
+
+
+def _rename(root: str, folder: str, step: int) -> None:
+    """The commit. A step of this number that is there makes room, and comes back if this fails."""
+    target, token = os.path.join(root, f"step-{step}"), os.urandom(6).hex()
+    aside = os.path.join(root, f".replaced-{step}-{token}")
+    if os.path.isdir(target) and not os.path.exists(os.path.join(target, _disk.MANIFEST)):
+        aside = os.path.join(root, f"step-{step}.before-{token}")  # not ours to delete
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(target, aside)
+    try:
+        os.rename(os.path.join(root, folder), target)
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(aside, target)
+        raise
+
+
+def _wait_for_parts(job: Any, folder: str) -> list[Any]:
+    wait, longest = LOOK_SECONDS
+    deadline = time.monotonic() + CONFIG["commit_seconds"]
+    world_size = job["world_size"]
+    while True:
+        names = set(os.listdir(folder))
+        if aborted := sorted(name for name in names if name.startswith("abort-")):
+            raise RuntimeError(f"aborted by {', '.join(aborted)}")
+        missing = [rank for rank in range(world_size) if _disk.rank_file(rank) not in names]
+        if not missing:
+            break
+        if job["seq"] in STATE.aborted:
+            raise RuntimeError("aborted, as another rank failed")
+        if time.monotonic() > min(deadline, STATE.deadline):
+            raise RuntimeError(f"the parts of ranks {missing[:8]} didn't arrive in time")
+        time.sleep(wait)
+        wait = min(2 * wait, longest)
+    parts = []
+    for rank in range(world_size):
+        path = os.path.join(folder, _disk.rank_file(rank))
+        with open(path, "rb") as file:
+            parts.append(_disk.unseal(path, file.read()))
+    return parts
+
+
+def _union(trees: list[Any], where: str) -> Any:
+    """Of what the ranks hold of a model: names may be on some only, what several have is equal."""
+    merged: Any = {}
+    for tree in trees:
+        for key, value in tree.items():
+            if key not in merged:
+                merged[key] = value
+            elif isinstance(value, dict) and isinstance(merged[key], dict) and "$" not in value:
+                merged[key] = _union([merged[key], value], f"{where}.{key}")
+            elif merged[key] != value:
+                raise RuntimeError(f"ranks disagree on {where}.{key}: {merged[key]} and {value}")
+    return merged
+
+
+def _retain(job: Any) -> None:
+    """Delete what the new step replaced, and old ones; never the one just committed."""
+    keep, every, root = job["keep"], job["keep_every"], CONFIG["root"]
+    for name in os.listdir(root):
+        if (match := _disk.REPLACED.fullmatch(name)) and int(match[1]) == job["step"]:
+            _disk.discard(root, name)
+    steps = [
+        step
+        for step, path in _disk.step_folders(root).items()
+        if os.path.exists(os.path.join(path, _disk.MANIFEST))
+    ]
+    for step in steps[: -keep if keep else 0]:
+        if step != job["step"] and not (every and step % every == 0):
+            _disk.discard(root, f"step-{step}")
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{error}; the folder is gone: deleted, or another rank failed first"
+    return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The reference example goes on after a crash, a kill, a SIGTERM and on another mesh, as if nothing had been."""
+
+import json
+import lzma
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import checkpoints
+import harness
+import train
+from data import CORPUS
+
+EXAMPLE = Path(train.__file__)
+SMALL = {"steps": 12, "global_batch": 8, "seq_len": 32, "log_every": 1, "warmup": 5}
+SAVING = {"save_interval": 5, "valid_batches": 2}
+MESHES = {"1": (1, {}), "dp 2": (2, {}), "tp 2": (2, {"tp": 2}), "dp 2 x tp 2": (4, {"tp": 2})}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    path = folder / "corpus.txt.xz"
+    with lzma.open(CORPUS, "rt") as whole, lzma.open(path, "wt", preset=0) as some:
+        some.writelines(line[:6000] + "\n" for line, _ in zip(whole, range(12)))
+    return {"corpus": path, "cache": folder}
+
+
+@pytest.fixture(scope="module")
+def whole(places, tmp_path_factory):
+    """A run on two ranks that nothing disturbs."""
+    out = tmp_path_factory.mktemp("whole")
+    harness.run(train.main, 2, train.Args(**SMALL, **SAVING, **places, out=out), timeout=110)
+    return _records(out)
+
+
+def _crash(args):
+    """Runs until step 8 is done, of which step 5 is saved."""
+    after = checkpoints.Saves.after
+
+    def crashing(self, step, state, *, last):
+        cost = after(self, step, state, last=last)
+        if step == 8:
+            self.checkpointer.wait()
+            raise KeyboardInterrupt
+        return cost
+
+    checkpoints.Saves.after = crashing
+    with pytest.raises(KeyboardInterrupt):
+        train.main(args)
+
+
+@pytest.mark.parametrize("then", MESHES)
+def test_resumed_is_uninterrupted(places, whole, tmp_path, then):
+    args = {**SMALL, **SAVING, **places, "out": tmp_path, "ckpt_dir": tmp_path / "ckpt"}
+    harness.run(_crash, 2, train.Args(**args), timeout=110)
+    assert [r["train/iter"] for r in _records(tmp_path) if "train/iter" in r] == list(range(1, 9))
+    ranks, degrees = MESHES[then]
+    harness.run(train.main, ranks, train.Args(**args, **degrees), timeout=110)
+    got = _records(tmp_path)
+    assert sum("train/restart_seconds" in r for r in got) == 1
+    assert sum("train/ckpt_stage_seconds" in r for r in got) == 3  # steps 5, 10 and 12
+    got, want = ([r for r in rs if "train/iter" in r or "valid/loss" in r] for rs in (got, whole))
+    for after, before in zip(got, want, strict=True):
+        for key in ("train/iter", "train/tokens_seen", "opt/lr", "train/loss", "valid/loss"):
+            exact = then == "dp 2"
+            if key in before:
+                assert after[key] == (
+                    before[key] if exact else pytest.approx(before[key], rel=1e-5)
+                )
+
+
+def test_no_resume_starts_anew(places, whole, tmp_path):
+    args = {**SMALL, **SAVING, **places, "out": tmp_path, "ckpt_dir": tmp_path / "ckpt"}
+    harness.run(_crash, 2, train.Args(**args), timeout=110)
+    harness.run(train.main, 2, train.Args(**args, resume=False), timeout=110)
+    losses = [
+        [r["train/loss"] for r in rs if "train/loss" in r] for rs in (_records(tmp_path), whole)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_sigterm_saves_and_exits_0(places, tmp_path):
+    flags = {**SMALL, **places, "steps": 10**6, "out": tmp_path, "ckpt_dir": tmp_path / "ckpt"}
+    command = [sys.executable, EXAMPLE, *_flags(flags), "--valid-every=1000000"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        _wait_for_step(tmp_path, 3)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    stopped = int(output.rsplit("stopped after step ", 1)[1].split(",")[0])
+    assert (tmp_path / "ckpt" / f"step-{stopped}" / "manifest.json").exists()
+
+
+def test_a_killed_rank_is_restarted_and_goes_on(places, whole, tmp_path):
+    # One step longer than the run it is compared with would need other learning rates, so: the same.
+    flags = {**SMALL, **SAVING, **places, "save_interval": 1, "out": tmp_path}
+    flags["ckpt_dir"] = tmp_path / "ckpt"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *launcher, "--max-restarts=3", EXAMPLE, *_flags(flags)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        _wait_for_step(tmp_path, 3)
+        worker = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()[-1]
+        os.kill(int(worker), signal.SIGKILL)
+        assert process.wait(timeout=100) == 0
+    losses = [
+        [r["train/loss"] for r in rs if "train/loss" in r] for rs in (_records(tmp_path), whole)
+    ]
+    assert losses[0] == losses[1]
+
+
+def _records(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def _flags(options):
+    return [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+
+
+def _wait_for_step(out, step):
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        path = out / "metrics.jsonl"
+        if path.exists() and f'"train/iter": {step},' in path.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} in {out}")

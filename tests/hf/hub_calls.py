@@ -1,0 +1,67 @@
+"""What the processes of hub.py can be asked to do; each line of input is a call."""
+
+import hashlib
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import ptx
+from ptx.hf import _hub, hf_folder, load_hf, load_tokenizer
+
+
+def folder(**arguments):
+    return str(hf_folder(**arguments))
+
+
+def load(repo, mesh=False, **arguments):
+    """A digest of the weights that this rank got."""
+    args = ptx.ModelArgs.from_hf(hf_folder(repo)) if not mesh else _args()
+    with torch.device("meta"):
+        model = ptx.Transformer(args)
+    if mesh:
+        ptx.apply_fsdp2(model, ptx.fsdp_mesh(ptx.build_mesh(device_type="cpu")))
+    load_hf(model, repo, **arguments)
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        local = parameter.to_local() if mesh else parameter
+        digest.update(repr(local.detach().flatten().tolist()).encode())
+    return digest.hexdigest()
+
+
+def _args():
+    from model.families import args_of
+
+    return args_of("llama2")
+
+
+def tokenize(repo, text):
+    return load_tokenizer(repo).encode(text, bos=True)
+
+
+def timeout(seconds):
+    _hub._TIMEOUT = seconds
+
+
+def join(file, rank, world):
+    store = dist.FileStore(file, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def main():
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        start = time.monotonic()
+        try:
+            answer = {"value": globals()[name](**arguments)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answer["seconds"] = time.monotonic() - start
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
