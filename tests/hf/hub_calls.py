@@ -16,13 +16,17 @@ def folder(**arguments):
     return str(hf_folder(**arguments))
 
 
-def load(repo, mesh=False, **arguments):
+def load(repo, mesh=False, asks_once=False, **arguments):
     """A digest of the weights that this rank got."""
-    args = ptx.ModelArgs.from_hf(hf_folder(repo)) if not mesh else _args()
+    ranks = ptx.build_mesh(device_type="cpu") if mesh else None
+    if not asks_once:
+        args = ptx.ModelArgs.from_hf(hf_folder(repo, mesh=ranks))
+    else:
+        args = _args()
     with torch.device("meta"):
         model = ptx.Transformer(args)
-    if mesh:
-        ptx.apply_fsdp2(model, ptx.fsdp_mesh(ptx.build_mesh(device_type="cpu")))
+    if ranks is not None:
+        ptx.apply_fsdp2(model, ptx.fsdp_mesh(ranks))
     load_hf(model, repo, **arguments)
     digest = hashlib.sha256()
     for parameter in model.parameters():

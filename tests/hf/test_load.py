@@ -121,6 +121,18 @@ def test_any_dtype_on_file(dtype, tmp_path):
         assert torch.equal(got, want.float()), key
 
 
+def test_values_that_float16_cannot_hold(tmp_path):
+    write(tmp_path, "llama2", dtype=torch.bfloat16)
+    model = load_hf(meta_model("ptx", tmp_path, "llama2"), tmp_path, dtype=torch.float16)
+    assert model.norm.weight.dtype == torch.float16
+    tensors = tensors_in(tmp_path)
+    tensors["model.norm.weight"][3] = 1e5
+    rewrite(tmp_path, tensors)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has values that float16 can't"):
+        load_hf(model, tmp_path)
+    load_hf(meta_model("ptx", tmp_path, "llama2"), tmp_path)
+
+
 @distributed(world_size=4)
 def test_dtype_casts_parameters_and_no_buffer():
     mesh = ptx.build_mesh(dp_shard=2, tp=2, device_type="cpu")
@@ -166,19 +178,20 @@ def test_wide_and_deep_tensors_are_read_in_blocks():
     if dist.get_rank() == 0:
         save_file(whole, folder / "model.safetensors")
     dist.barrier()
-    _read.BLOCK, _read._PIECE = 64, 40  # every path, with small numbers
     placements = [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(1), Shard(1))]
     for dims in placements:
-        model = nn.Module()
-        for key, value in whole.items():
-            here = [d if d.dim < value.ndim else Shard(0) for d in dims] if value.ndim else []
-            tensor = torch.zeros_like(value)
-            if here:
-                tensor = distribute_tensor(tensor, mesh["dp_shard", "tp"], here)
-            model.register_parameter(key, nn.Parameter(tensor))
-        load_hf(model, folder)
-        for key, value in whole.items():
-            assert torch.equal(full(model.get_parameter(key)), value), (dims, key)
+        # Small numbers: rows longer than a block, pieces of rows, whole rows.
+        for _read.BLOCK, _read._PIECE in ((64, 40), (1024, 40), (1024, 4096)):
+            model = nn.Module()
+            for key, value in whole.items():
+                here = [d if d.dim < value.ndim else Shard(0) for d in dims] if value.ndim else []
+                tensor = torch.zeros_like(value)
+                if here:
+                    tensor = distribute_tensor(tensor, mesh["dp_shard", "tp"], here)
+                model.register_parameter(key, nn.Parameter(tensor))
+            load_hf(model, folder)
+            for key, value in whole.items():
+                assert torch.equal(full(model.get_parameter(key)), value), (dims, key)
 
 
 def test_a_rank_reads_its_own_bytes():

@@ -1,6 +1,7 @@
 """save_hf: what any mesh holds is what transformers opens, or nothing is there."""
 
 import json
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,14 @@ def test_C07_every_mesh_writes_what_it_was_loaded_from(mesh, tmp_path):
             assert_opens(tmp_path / f"{name} of {whose}", tmp_path / name)
 
 
+class NoRecords(logging.Handler):
+    def emit(self, record):
+        raise AssertionError(record.getMessage())
+
+
 def save_from_mesh(degrees, root):
+    # torch logs when it has to gather several dims one after the other
+    logging.getLogger("torch.distributed.tensor._redistribute").addHandler(NoRecords())
     mesh = ptx.build_mesh(**degrees, device_type="cpu")
     for variant, (name, changes) in VARIANTS.items():
         for whose in ("ptx", "transformers"):
@@ -206,6 +214,21 @@ def test_the_ranks_share_the_writing():
     dist.all_gather_object(counts, len(written))
     assert sum(counts) == len(list(path.glob("*.safetensors")))
     assert max(counts) - min(counts) <= 1
+
+
+@distributed(world_size=4)
+def test_every_placement_is_gathered_right():
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = ptx.build_mesh(dp_shard=2, tp=2, device_type="cpu")["dp_shard", "tp"]
+    torch.manual_seed(0)
+    kinds = [Shard(0), Shard(1), Replicate()]
+    for shape in ((7, 5), (3, 1), (8, 4)):
+        whole = torch.randn(shape)
+        for first in kinds:
+            for second in kinds:
+                tensor = distribute_tensor(whole, mesh, [first, second])
+                assert torch.equal(_save._gathered(tensor), whole), (shape, first, second)
 
 
 @distributed(world_size=4)

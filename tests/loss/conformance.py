@@ -1,6 +1,6 @@
 """What every loss has to give: cases, and a check of one loss against a few lines of float64.
 
-A loss joins as a callable ``loss(logits, labels, *, vocab_size, **options)`` on the *full* logits
+`conformance_losses` says how each loss is called. Here it is a callable ``loss(logits, labels, *, vocab_size, **options)`` on the *full* logits
 of one process, [..., P] with P >= vocab_size. One that works on something else adapts: a rank of a
 tp group slices its columns (and sums the gradient over ranks in ``gather``), a fused loss takes the
 logits as its hidden states and the identity as its head.
@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "softcap": None,
     "logit_scale": 1.0,
 }
+ENTROPY_WEIGHT = 0.3  # in a loss of log-probabilities and entropies
 # Of the gradient, relative to its largest value; a bfloat16 one is rounded once (by up to 2**-9).
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2.1e-3}
 
@@ -42,15 +43,19 @@ class Case:
 
 
 def reference(logits: Tensor, labels: Tensor, *, vocab_size: int, **given: Any) -> Tensor:
+    """The loss of float64 logits; with ``entropy=True`` plus that of each token, weighted."""
     o = DEFAULTS | given
     x = logits.double()[..., :vocab_size] * o["logit_scale"]
     x = x if o["softcap"] is None else o["softcap"] * torch.tanh(x / o["softcap"])
+    x = x / o.get("temperature", 1.0)
     lse, kept = torch.logsumexp(x, -1), labels != o["ignore_index"]
     log_p = x - lse[..., None]
     target = log_p.gather(-1, labels.long().masked_fill(~kept, 0)[..., None])[..., 0]
     loss = -(1 - o["label_smoothing"]) * target
     if o["label_smoothing"]:
         loss = loss - o["label_smoothing"] / vocab_size * log_p.sum(-1)
+    if o.get("entropy"):
+        loss = loss - ENTROPY_WEIGHT * (log_p.exp() * log_p).sum(-1)
     loss = (loss + o["z_loss"] * lse**2).masked_fill(~kept, 0.0)
     if o["reduction"] == "none":
         return loss

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from ptx.hf._ranks import Ranks
 
 _WANTED = [
@@ -30,6 +32,7 @@ def hf_folder(
     *,
     revision: str | None = None,
     token: str | bool | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Path:
     """The local folder of a model, downloaded from the Hugging Face hub unless it is one already.
 
@@ -41,6 +44,8 @@ def hf_folder(
         path_or_repo: A folder or a safetensors file; else a repository, ``"org/name"``.
         revision: Branch, tag or commit of the repository; None: its main branch.
         token: For gated and private ones; None: the one saved by ``hf auth login``, if any.
+        mesh: All of its ranks call this, one of each host downloads, and all get the same commit or
+            raise together. None: this process alone.
 
     Returns:
         The folder (or file) with configuration, tokenizer and safetensors.
@@ -48,11 +53,9 @@ def hf_folder(
     Raises:
         ValueError: It doesn't exist, the hub can't be reached or refuses, or a download breaks off.
 
-    Cost: two small requests; the files at the first time. Of ranks that share one host, each asks:
-    `load_hf` lets one of them download.
+    Cost: two small requests; the files at the first time.
     """
-    local = _local(path_or_repo, revision)
-    return local if local is not None else _download(str(path_or_repo), revision, token)
+    return hf_folder_of_ranks(path_or_repo, revision, token, Ranks(mesh), "hf_folder")
 
 
 def hf_folder_of_ranks(

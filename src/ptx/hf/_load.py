@@ -68,7 +68,7 @@ def load_hf(
     """
     where = "load_hf"
     parts = parts_of(model)
-    ranks = Ranks(parts)
+    ranks = Ranks.of(parts)
     path = hf_folder_of_ranks(path_or_repo, revision, token, ranks, where)
     report, jobs = compare(parts, path, vocab_size, ranks, where)
     ranks.raise_found(f"{where}: {path} doesn't fit the model", [report.problems])
@@ -108,7 +108,7 @@ def hf_report(
     Cost: the files' headers, and a head that is on file although the model ties it.
     """
     parts = parts_of(model)
-    ranks = Ranks(parts)
+    ranks = Ranks.of(parts)
     path = hf_folder_of_ranks(path_or_repo, revision, token, ranks, "hf_report")
     return compare(parts, path, vocab_size, ranks, "hf_report")[0]
 

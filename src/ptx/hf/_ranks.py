@@ -12,18 +12,26 @@ from torch.distributed.tensor import DTensor
 
 
 class Ranks:
-    """The ranks of the mesh that a model is on; this process alone for a model without a mesh.
+    """The ranks of a mesh, or this process alone.
 
     Of a mesh that was sliced, the whole: what is wrong on one pipeline stage concerns the others.
     """
 
-    def __init__(self, model: Iterable[nn.Module]) -> None:
-        self.mesh = _root_mesh(model)
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        # The mesh that it was sliced from; there is no public name for it (torch 2.13).
+        self.mesh = None if mesh is None else mesh._get_root_mesh()
         self._groups: list[dist.ProcessGroup | None] = []
         if self.mesh is not None:
             whole = self.mesh.size() == dist.get_world_size()
             self._groups = [None] if whole else list(self.mesh.get_all_groups())
         self.rank = dist.get_rank() if self._groups else 0
+
+    @classmethod
+    def of(cls, parts: Iterable[nn.Module]) -> Ranks:
+        """The ranks of the mesh that a model is on; without one, each process is for itself."""
+        parameters = (parameter for part in parts for parameter in part.parameters())
+        meshes = (p.device_mesh for p in parameters if isinstance(p, DTensor))
+        return cls(next(meshes, None))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, each once and in the same order everywhere; values are pickled."""
@@ -44,12 +52,3 @@ class Ranks:
         if lines:
             separator = " " if len(lines) == 1 else "\n- "
             raise ValueError(f"{where}:" + "".join(separator + line for line in lines))
-
-
-def _root_mesh(model: Iterable[nn.Module]) -> DeviceMesh | None:
-    for part in model:
-        for parameter in part.parameters():
-            if isinstance(parameter, DTensor):
-                # The mesh that it was sliced from; there is no public name for it (torch 2.13).
-                return parameter.device_mesh._get_root_mesh()
-    return None

@@ -52,7 +52,7 @@ class Reader:
             entry: What is on file. Its shape is the tensor's, but for the number of rows.
 
         Raises:
-            ValueError: The file is shorter than its header says.
+            ValueError: The file is shorter than its header says, or float16 too narrow for it.
             OSError: As reading raises.
         """
         local, offsets = shard_of(tensor)
@@ -63,6 +63,8 @@ class Reader:
         with torch.no_grad():
             local[rows:].zero_()
             self._fill(local[:rows], offsets, shape, entry, entry.start)
+        if local.dtype == torch.float16 != entry.dtype and local.isinf().any():
+            raise ValueError(f"{entry.key} has values that float16 can't hold; use bfloat16")
 
     def are_equal(self, entry: Entry, other: Entry, tensor: Tensor) -> bool:
         """Whether two entries of one shape have the same values where this rank holds ``tensor``."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ptx.hf._extras import check_tokenizer, config_for, write_extras
 from ptx.hf._layout import File, Piece, Share, lay_out
@@ -60,7 +61,7 @@ def save_hf(
     """
     where, path = "save_hf", Path(path)
     parts = parts_of(model)
-    ranks = Ranks(parts)
+    ranks = Ranks.of(parts)
     targets: dict[str, Target] = {}
     problems: list[str] = []
     share, config = None, {}
@@ -157,9 +158,23 @@ def _write_files(
 
 def _whole(tensor: Tensor, piece: Piece) -> Tensor:
     with torch.no_grad():
-        tensor = tensor.detach().to(piece.dtype)
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = _gathered(tensor.detach().to(piece.dtype))
         return whole[: piece.shape[0]] if piece.shape else whole
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # One mesh dim at a time: full_tensor() logs a warning when it has to do so. The dim that was
+    # split last is gathered first; where FSDP split what TP had, that is the strided one.
+    placements = list(tensor.placements)
+    dims = sorted(
+        range(len(placements)), key=lambda d: (isinstance(placements[d], _StridedShard), d)
+    )
+    for dim in reversed(dims):
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def _attempt(action: Callable[..., object], *args: object) -> list[str]:
