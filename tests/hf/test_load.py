@@ -230,6 +230,27 @@ def check_bytes():
     assert max(reader.bytes_read for reader in readers) == local
 
 
+@distributed(world_size=4)
+def test_two_models_on_meshes_of_their_own_load_at_once():
+    """Each talks to its own ranks only; the second one is told what is wrong with its file."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    meshes = [DeviceMesh("cpu", ranks, mesh_dim_names=("dp",)) for ranks in ([0, 1], [2, 3])]
+    mine = dist.get_rank() // 2
+    folder = Path(shared_folder())
+    if dist.get_rank() == 0:
+        write(folder, "llama2")
+        write(folder / "other", "llama2", vocab_size=61)
+    dist.barrier()
+    model = meta_model("ptx", folder, "llama2")
+    ptx.apply_fsdp2(model, meshes[mine])
+    if mine == 0:
+        load_hf(model, folder)
+    else:
+        with pytest.raises(ValueError, match=r"embed_tokens.weight is \[61, 64\] in the file"):
+            load_hf(model, folder / "other")
+
+
 def test_after_a_forward_without_a_backward_the_load_is_seen(tmp_path):
     write(tmp_path, "qwen3")
     harness.run(check_after_forward, 2, tmp_path)

@@ -202,11 +202,13 @@ class InFlight:
         for report in self._writer.reports(seconds):
             if (one := by_seq.get(report["seq"])) is None:
                 continue
-            if report["event"] == "failed":
-                one.failure = report["text"]
-            elif report["event"] == "committed" or self.ranks.rank > 0:
+            event = report["event"]
+            if event in ("unwritten", "failed"):
+                one.failure = one.failure or report["text"]
+            elif event == "committed" or self.ranks.rank > 0:
                 one.finished = True
-            self._release(one)
+            if event in ("unwritten", "written"):
+                self._release(one)
         if self._writer.ended:
             self._bury(self._writer)
 

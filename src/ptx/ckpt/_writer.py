@@ -27,16 +27,17 @@ sys.path += CONFIG["path"]  # of this folder, and of xxhash
 import _disk  # type: ignore[import-not-found]  # noqa: E402
 import xxhash  # noqa: E402
 
-LOOK_SECONDS = (0.002, 0.1)  # between looks for other ranks' parts: first, and at most
+LOOK_SECONDS = (0.001, 0.1)  # between looks for other ranks' parts: at first, and at most
 PARENT_SECONDS = 0.5  # between looks whether the trainer lives
 
 
 class _State:
-    """What the threads share; each field is written by one of them."""
+    """What the threads share."""
 
     def __init__(self) -> None:
         self.deadline = float("inf")  # of waiting for other ranks, once nobody sends jobs any more
-        self.aborted: set[int] = set()
+        self.aborted: set[int] = set()  # by the trainers
+        self.failed: set[int] = set()  # here, and reported
         self.maps: dict[int, mmap.mmap] = {}
 
 
@@ -48,20 +49,21 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     to_write: queue.SimpleQueue[Any] = queue.SimpleQueue()
     to_commit: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threads = [threading.Thread(target=_write_loop, args=(to_write, to_commit))]
-    if CONFIG["rank"] == 0:
-        threads.append(threading.Thread(target=_commit_loop, args=(to_commit,)))
-    for thread in threads:
-        thread.start()
+    threading.Thread(target=_write_loop, args=(to_write,)).start()
+    threading.Thread(target=_commit_loop, args=(to_commit,)).start()
     try:
         for job in _jobs():
             if "abort" in job:
                 STATE.aborted.add(job["abort"])
-            else:
-                to_write.put(job)
+                continue
+            own, *rest = _sections(job)
+            to_write.put((job, own))
+            if CONFIG["rank"] == 0:
+                to_commit.put((job, *rest))
     finally:  # the threads end, whatever happened here
         STATE.deadline = time.monotonic() + CONFIG["orphan_seconds"]
         to_write.put(None)
+        to_commit.put(None)
 
 
 def _jobs() -> Any:
@@ -94,36 +96,38 @@ def _report(job: Any, event: str, **more: Any) -> None:
         STATE.deadline = min(STATE.deadline, time.monotonic() + CONFIG["orphan_seconds"])
 
 
-def _write_loop(jobs: Any, written: Any) -> None:
-    while (job := jobs.get()) is not None:
+def _write_loop(jobs: Any) -> None:
+    while (item := jobs.get()) is not None:
+        job, own = item
         try:
-            sections = _write_part(job)
+            _write_part(job, own)
         except Exception as error:
-            _abort(job, _text(error))
+            _abort(job, "unwritten", error)
         else:
             _report(job, "written")
-            if CONFIG["rank"] == 0:
-                written.put((job, sections))
-    written.put(None)
 
 
-def _write_part(job: Any) -> list[bytes]:
-    """This rank's data file and its manifest; returns what rank 0 needs to commit."""
+def _write_part(job: Any, own: bytes) -> None:
+    """This rank's data file, and what the manifest says about it."""
     folder = os.path.join(CONFIG["root"], job["folder"])
     for name in job["leftovers"]:
         _disk.discard(CONFIG["root"], name)
-    slot = _slot(job)
-    at, sections = job["data_bytes"], []
-    for size in job["sections"]:
-        sections.append(bytes(slot[at : at + size]))
-        at += size
-    part = json.loads(sections[0])
-    part["file"] = _write_data(job, folder, slot[: job["data_bytes"]])
-    slot.release()
+    part = json.loads(own)
+    with _slot(job) as slot, slot[: job["data_bytes"]] as data:
+        part["file"] = _write_data(job, folder, data)
     sealed = _disk.seal(json.dumps(part).encode())
     _disk.write_whole(os.path.join(folder, _disk.rank_file(CONFIG["rank"])), sealed)
     _disk.sync_folder(folder)
-    return sections[1:]
+
+
+def _sections(job: Any) -> list[bytes]:
+    """What comes with the data: this rank's part; of rank 0 also the manifest and DCP's metadata."""
+    at, found = job["data_bytes"], []
+    with _slot(job) as slot:
+        for size in job["sections"]:
+            found.append(bytes(slot[at : at + size]))
+            at += size
+    return found
 
 
 def _slot(job: Any) -> memoryview:
@@ -141,40 +145,55 @@ def _write_data(job: Any, folder: str, data: memoryview) -> Any:
     space = os.statvfs(folder)
     if space.f_bavail * space.f_frsize < len(data):  # rather now than after writing for minutes
         raise OSError(errno.ENOSPC, f"{len(data)} bytes don't fit", folder)
-    sums = []
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     fd = os.open(os.path.join(folder, name), flags, 0o666)
     try:
-        for start in range(0, len(data), _disk.CHUNK_BYTES):
-            chunk = data[start : start + _disk.CHUNK_BYTES]
-            sums.append(xxhash.xxh3_64_hexdigest(chunk))
+        chunks = [
+            data[start : start + _disk.CHUNK_BYTES]
+            for start in range(0, len(data), _disk.CHUNK_BYTES)
+        ]
+        for chunk in chunks:
             # In one call: the page cache then uses large pages, which a load maps in no time.
             _disk.write_all(fd, chunk)
             if job["seq"] in STATE.aborted:
                 raise RuntimeError("aborted, as another rank failed")
-        os.fsync(fd)
+        # Of what was staged, not of what the page cache has; while the disk is busy anyway.
+        hashes = threading.Thread(target=lambda: sums.extend(map(xxhash.xxh3_64_hexdigest, chunks)))
+        sums: list[str] = []
+        hashes.start()
+        try:
+            os.fsync(fd)
+        finally:
+            hashes.join()
     finally:
         os.close(fd)
     return {"name": name, "bytes": len(data), "xxh3_64": sums}
 
 
-def _abort(job: Any, text: str) -> None:
+def _abort(job: Any, event: str, error: Exception) -> None:
     """Tell the trainer, and through the folder the writer of rank 0."""
-    folder = os.path.join(CONFIG["root"], job["folder"])
-    with contextlib.suppress(OSError):  # no space, or no folder: the trainers agree without it
-        _disk.write_whole(os.path.join(folder, _disk.abort_file(CONFIG["rank"])), text.encode())
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, FileNotFoundError):
+        text = f"{error}; the folder is gone: deleted, or another rank failed first"
+    known = job["seq"] in STATE.failed
+    STATE.failed.add(job["seq"])
+    _report(job, event, text="" if known else text)
+    if not known:
+        folder = os.path.join(CONFIG["root"], job["folder"])
+        with contextlib.suppress(OSError):  # no space, or no folder: the trainers agree without it
+            _disk.write_whole(os.path.join(folder, _disk.abort_file(CONFIG["rank"])), text.encode())
     if CONFIG["rank"] == 0:
-        _disk.discard(CONFIG["root"], job["folder"])
-    _report(job, "failed", text=text)
+        with contextlib.suppress(OSError):
+            _disk.discard(CONFIG["root"], job["folder"])
 
 
 def _commit_loop(jobs: Any) -> None:
     while (item := jobs.get()) is not None:
-        job, (body, dcp) = item
+        job, body, dcp = item
         try:
             _commit(job, body, dcp)
         except Exception as error:
-            _abort(job, _text(error))
+            _abort(job, "failed", error)
         else:
             _report(job, "committed")
             with contextlib.suppress(OSError):  # costs space only, and is tried again
@@ -184,13 +203,12 @@ def _commit_loop(jobs: Any) -> None:
 def _commit(job: Any, body: bytes, dcp: bytes) -> None:
     root = CONFIG["root"]
     folder = os.path.join(root, job["folder"])
+    _disk.write_whole(os.path.join(folder, ".metadata"), dcp)  # while the data is being written
+    chunks = range(0, len(dcp), _disk.CHUNK_BYTES)
+    sums = [xxhash.xxh3_64_hexdigest(dcp[at : at + _disk.CHUNK_BYTES]) for at in chunks]
     parts = _wait_for_parts(job, folder)
     files = [part["file"] for part in parts if part["file"]]
-    if dcp:
-        _disk.write_whole(os.path.join(folder, ".metadata"), dcp)
-        chunks = range(0, len(dcp), _disk.CHUNK_BYTES)
-        sums = [xxhash.xxh3_64_hexdigest(dcp[at : at + _disk.CHUNK_BYTES]) for at in chunks]
-        files.append({"name": ".metadata", "bytes": len(dcp), "xxh3_64": sums})
+    files.append({"name": ".metadata", "bytes": len(dcp), "xxh3_64": sums})
     more = {
         "files": files,
         "parts": _union([part["parts"] for part in parts], "parts"),
@@ -225,9 +243,8 @@ def _rename(root: str, folder: str, step: int) -> None:
 
 
 def _wait_for_parts(job: Any, folder: str) -> list[Any]:
-    wait, longest = LOOK_SECONDS
-    deadline = time.monotonic() + CONFIG["commit_seconds"]
-    world_size = job["world_size"]
+    start, world_size = time.monotonic(), job["world_size"]
+    deadline = start + CONFIG["commit_seconds"]
     while True:
         names = set(os.listdir(folder))
         if aborted := sorted(name for name in names if name.startswith("abort-")):
@@ -235,12 +252,13 @@ def _wait_for_parts(job: Any, folder: str) -> list[Any]:
         missing = [rank for rank in range(world_size) if _disk.rank_file(rank) not in names]
         if not missing:
             break
-        if job["seq"] in STATE.aborted:
+        if job["seq"] in STATE.aborted | STATE.failed:
             raise RuntimeError("aborted, as another rank failed")
-        if time.monotonic() > min(deadline, STATE.deadline):
+        now = time.monotonic()
+        if now > min(deadline, STATE.deadline):
             raise RuntimeError(f"the parts of ranks {missing[:8]} didn't arrive in time")
-        time.sleep(wait)
-        wait = min(2 * wait, longest)
+        shortest, longest = LOOK_SECONDS
+        time.sleep(max(shortest, min(longest, (now - start) / 50)))
     parts = []
     for rank in range(world_size):
         path = os.path.join(folder, _disk.rank_file(rank))
@@ -277,12 +295,6 @@ def _retain(job: Any) -> None:
     for step in steps[: -keep if keep else 0]:
         if step != job["step"] and not (every and step % every == 0):
             _disk.discard(root, f"step-{step}")
-
-
-def _text(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"{error}; the folder is gone: deleted, or another rank failed first"
-    return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -97,7 +97,8 @@ def compare(
     ranks.raise_found(where, [lines for lines, _, _ in everyone])
     reports = [theirs for _, _, theirs in everyone]
     # A rank that has a part of the model misses in it what others have.
-    report.unexpected = [k for k in report.unexpected if all(k in r.unexpected for r in reports)]
+    left_by_all = set(report.unexpected).intersection(*(r.unexpected for r in reports))
+    report.unexpected = [key for key in report.unexpected if key in left_by_all]
     report.missing = _union([r.missing for r in reports])
     report.misshapen = _union([r.misshapen for r in reports])
     report.other = _union([r.other for r in reports])
