@@ -1,9 +1,10 @@
 """What every loss has to give: cases, and a check of one loss against a few lines of float64.
 
-`conformance_losses` says how each loss is called. Here it is a callable ``loss(logits, labels, *, vocab_size, **options)`` on the *full* logits
-of one process, [..., P] with P >= vocab_size. One that works on something else adapts: a rank of a
-tp group slices its columns (and sums the gradient over ranks in ``gather``), a fused loss takes the
-logits as its hidden states and the identity as its head.
+`conformance_losses` says how each loss is called. Here it is a callable
+``loss(logits, labels, *, vocab_size, **options)`` on the *full* logits of one process, [..., P]
+with P >= vocab_size. One that works on something else adapts: a rank of a tp group slices its
+columns (and sums the gradient over ranks in ``gather``), a fused loss takes the logits as its hidden
+states and the identity as its head.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import math
 from itertools import combinations, product
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import harness
 import ptx
 from collectives import CollectiveLog
-from loss import conformance, conformance_mesh
+from loss import conformance, conformance_mesh, conformance_model
 from loss.conformance_losses import CHUNKED, LOSSES, OF_HIDDEN, OF_LOGITS, fits, on_full_logits
 from loss.conformance_table import (
     PLACEMENTS,
@@ -120,15 +119,15 @@ def _as_it_is(grad: Tensor) -> Tensor:
 
 
 def _refuse_bad_labels(placement: str) -> None:
-    mesh = conformance_mesh.build_mesh(placement)
+    mesh = conformance_model.build_mesh(placement)
     rank = ptx.data_mesh(mesh).get_local_rank()
     for loss, group in product(LOSSES, factors(placement)["group"]):
         for vocabulary, bad in (("13", 13), ("13", -1), ("7 of 13", 7), ("3", 3)):
             cell = Cell(loss=loss, group=group, vocabulary=vocabulary)
             if not makes_sense(cell):
                 continue
-            model = conformance_mesh.wrapped(mesh, cell)
-            tokens, labels, _ = conformance_mesh.data(cell, rank)
+            model = conformance_model.wrapped(mesh, cell)
+            tokens, labels, _ = conformance_model.data(cell, rank)
             labels = labels.clone()
             labels[0, 3] = bad
             states = model(tokens, return_hidden=loss in OF_HIDDEN)

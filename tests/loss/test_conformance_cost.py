@@ -1,4 +1,4 @@
-"""What the losses allocate and communicate on every placement: nothing that grows as [N, V], and no collective twice."""
+"""What the losses allocate and communicate: nothing that grows as [N, V], and nothing twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 import harness
 import ptx
 from collectives import CollectiveLog
-from loss import conformance_mesh
+from loss import conformance_mesh, conformance_model
 from loss.conformance_losses import (
     CHUNKED,
     LOSSES,
@@ -132,54 +132,56 @@ def _wrapped(mesh: DeviceMesh, model: HeadOnly) -> HeadOnly:
 
 def _count_fsdp(placement: str) -> None:
     """By the size of what is communicated, which tells the head's group from the others."""
-    mesh = conformance_mesh.build_mesh(placement)
-    rank, losses = ptx.data_mesh(mesh).get_local_rank(), [x for x in LOSSES if x in OF_HIDDEN]
-    for loss, group in product(losses, GROUPS):
-        cell = Cell(loss=loss, group=group, reduction="sum", chunk=3)
-        what = f"{placement}: {cell}"
-        model = conformance_mesh.wrapped(mesh, cell)
-        tokens, labels, _ = conformance_mesh.data(cell, rank)
-        size = _group_bytes(model, group, mesh)
+    mesh = conformance_model.build_mesh(placement)
+    for loss, group in product([x for x in LOSSES if x in OF_HIDDEN], GROUPS):
+        _count_group(mesh, placement, Cell(loss=loss, group=group, reduction="sum", chunk=3))
 
-        def micro_batch(backward: bool = True) -> list[Counter[tuple[str, int]]]:
-            logs = [CollectiveLog() for _ in range(3)]
-            with logs[0]:
-                states = model(tokens, return_hidden=True)
-            with logs[1]:
-                value = conformance_mesh.loss_of(model, states, labels, mesh["tp"], cell)
-            with logs[2]:
-                if backward:
-                    value.backward()
-            return [log.calls for log in logs]
 
-        forward, in_loss, backward = micro_batch()
-        gather, reduce = ("_allgather_base_", size), ("_reduce_scatter_base_", size)
-        assert forward[gather] + in_loss[gather] + backward[gather] == 1, (what, size, forward)
-        assert in_loss[gather] == (group == "alone"), (what, in_loss)
-        assert backward[reduce] == 1, (what, size, backward)
-        assert not forward[reduce] + in_loss[reduce], what
-        if "dp_replicate" in PLACEMENTS[placement]:
-            assert backward["allreduce_", size // 2] == 1, (what, backward)
-        names = [name for name in backward if name[0].startswith("_reduce_scatter")]
-        first = names[0] == reduce  # before any other group's, so while their backward goes on
-        assert first == (group in ("alone", "with norm")), (what, names)
+def _count_group(mesh: DeviceMesh, placement: str, cell: Cell) -> None:
+    group, what = cell.group, f"{placement}: {cell}"
+    model = conformance_model.wrapped(mesh, cell)
+    tokens, labels, _ = conformance_model.data(cell, ptx.data_mesh(mesh).get_local_rank())
+    size = _group_bytes(model, group, mesh)
 
-        window: Counter[tuple[str, int]] = Counter()
-        for i in range(3):
-            with ptx.accumulate_grads(model, last=i == 2):
-                window += sum(micro_batch(), Counter())
-        assert window[reduce] == 1, (what, window)
-        assert window[gather] <= 3, (what, window)
+    def micro_batch(backward: bool = True) -> list[Counter[tuple[str, int]]]:
+        logs = [CollectiveLog() for _ in range(3)]
+        with logs[0]:
+            states = model(tokens, return_hidden=True)
+        with logs[1]:
+            value = conformance_mesh.loss_of(model, states, labels, mesh["tp"], cell)
+        with logs[2]:
+            if backward:
+                value.backward()
+        return [log.calls for log in logs]
 
-        with torch.no_grad():
-            forward, in_loss, _ = micro_batch(backward=False)
-        # apply_fsdp2 frees a shared group when the model's call without gradients ends.
-        again = group in ("with norm", "tied with norm")
-        assert forward[gather] + in_loss[gather] == 1 + again, (what, forward, in_loss)
-        assert all(isinstance(p, DTensor) for p in model.output.parameters()), what
-        # torch keeps the order of that forward, and has the next backward prefetch its last group.
-        micro_batch()
-        model.zero_grad()
+    forward, in_loss, backward = micro_batch()
+    gather, reduce = ("_allgather_base_", size), ("_reduce_scatter_base_", size)
+    assert forward[gather] + in_loss[gather] + backward[gather] == 1, (what, size, forward)
+    assert in_loss[gather] == (group == "alone"), (what, in_loss)
+    assert backward[reduce] == 1, (what, size, backward)
+    assert not forward[reduce] + in_loss[reduce], what
+    if "dp_replicate" in PLACEMENTS[placement]:
+        assert backward["allreduce_", size // 2] == 1, (what, backward)
+    names = [name for name in backward if name[0].startswith("_reduce_scatter")]
+    first = names[0] == reduce  # before any other group's, so while their backward goes on
+    assert first == (group in ("alone", "with norm")), (what, names)
+
+    window: Counter[tuple[str, int]] = Counter()
+    for i in range(3):
+        with ptx.accumulate_grads(model, last=i == 2):
+            window += sum(micro_batch(), Counter())
+    assert window[reduce] == 1, (what, window)
+    assert window[gather] <= 3, (what, window)
+
+    with torch.no_grad():
+        forward, in_loss, _ = micro_batch(backward=False)
+    # apply_fsdp2 frees a shared group when the model's call without gradients ends.
+    again = group in ("with norm", "tied with norm")
+    assert forward[gather] + in_loss[gather] == 1 + again, (what, forward, in_loss)
+    assert all(isinstance(p, DTensor) for p in model.output.parameters()), what
+    # torch keeps the order of that forward, and has the next backward prefetch its last group.
+    micro_batch()
+    model.zero_grad()
 
 
 def _group_bytes(model: ptx.Transformer, group: str, mesh: DeviceMesh) -> int:

@@ -35,7 +35,7 @@ class _State:
     """What the threads share."""
 
     def __init__(self) -> None:
-        self.deadline = float("inf")  # of waiting for other ranks, once nobody sends jobs any more
+        self.alone = 0.0  # since when nobody sends jobs any more; 0: that isn't so
         self.aborted: set[int] = set()  # by the trainers
         self.failed: set[int] = set()  # here, and reported
         self.maps: dict[int, mmap.mmap] = {}
@@ -61,7 +61,7 @@ def main() -> None:
             if CONFIG["rank"] == 0:
                 to_commit.put((job, *rest))
     finally:  # the threads end, whatever happened here
-        STATE.deadline = time.monotonic() + CONFIG["orphan_seconds"]
+        STATE.alone = time.monotonic()
         to_write.put(None)
         to_commit.put(None)
 
@@ -90,10 +90,8 @@ def _jobs() -> Any:
 
 def _report(job: Any, event: str, **more: Any) -> None:
     line = json.dumps({"seq": job["seq"], "event": event, **more}) + "\n"
-    try:
+    with contextlib.suppress(OSError):  # the trainer is dead
         os.write(1, line.encode())
-    except OSError:
-        STATE.deadline = min(STATE.deadline, time.monotonic() + CONFIG["orphan_seconds"])
 
 
 def _write_loop(jobs: Any) -> None:
@@ -243,8 +241,7 @@ def _rename(root: str, folder: str, step: int) -> None:
 
 
 def _wait_for_parts(job: Any, folder: str) -> list[Any]:
-    start, world_size = time.monotonic(), job["world_size"]
-    deadline = start + CONFIG["commit_seconds"]
+    start, own, world_size = time.monotonic(), 0.0, job["world_size"]
     while True:
         names = set(os.listdir(folder))
         if aborted := sorted(name for name in names if name.startswith("abort-")):
@@ -255,10 +252,12 @@ def _wait_for_parts(job: Any, folder: str) -> list[Any]:
         if job["seq"] in STATE.aborted | STATE.failed:
             raise RuntimeError("aborted, as another rank failed")
         now = time.monotonic()
-        if now > min(deadline, STATE.deadline):
+        own = own or (0.0 if 0 in missing else now)
+        patience = CONFIG["orphan_seconds" if STATE.alone else "commit_seconds"]
+        if own and now > max(own, STATE.alone) + patience:
             raise RuntimeError(f"the parts of ranks {missing[:8]} didn't arrive in time")
         shortest, longest = LOOK_SECONDS
-        time.sleep(max(shortest, min(longest, (now - start) / 50)))
+        time.sleep(max(shortest, min(longest, (now - start) / 100)))
     parts = []
     for rank in range(world_size):
         path = os.path.join(folder, _disk.rank_file(rank))

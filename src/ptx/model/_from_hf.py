@@ -2,52 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ptx.model._args import LinearScaling, Llama3Scaling, ModelArgs, RopeScaling
+from ptx.model._hf_fields import Fields, read_config
 
-# What a forward without a cache doesn't depend on: where a model is from, how it is called, and
-# how text is generated with it.
-_IGNORED_NAMES = """
-_attn_implementation _attn_implementation_autoset _name_or_path attn_implementation auto_map dtype
-finetuning_task id2label initializer_range is_llama_config label2id name_or_path num_labels
-pretraining_tp problem_type return_dict task_specific_params tokenizer_class torch_dtype
-transformers.js_config transformers_version unsloth_fixed use_cache
-
-bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample
-early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
-forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens min_length
-no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores pad_token_id
-prefix remove_invalid_values repetition_penalty return_dict_in_generate sep_token_id suppress_tokens
-temperature top_k top_p typical_p
-"""
-_IGNORED = frozenset(_IGNORED_NAMES.split())
-# What has to be off, or as it is in `Transformer`, if it is there at all.
-_OFF: dict[str, tuple[object, ...]] = {
-    "add_cross_attention": (False,),
-    "attention_dropout": (0,),
-    "chunk_size_feed_forward": (0,),
-    "cross_attention_hidden_size": (),
-    "hidden_act": ("silu", "swish"),
-    "is_decoder": (False,),
-    "is_encoder_decoder": (False,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
-    "partial_rotary_factor": (1,),
-    "pruned_heads": ({},),
-    "quantization_config": (),
-    "rope_interleaved": (False,),
-    "tf_legacy_loss": (False,),
-    "tie_encoder_decoder": (False,),
-    "torchscript": (False,),
-    "use_bfloat16": (False,),
-    "use_mrope": (False,),
-}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -93,7 +53,7 @@ FAMILIES = {
 
 def args_from_hf(config: object) -> ModelArgs:
     """`ModelArgs.from_hf`, which documents it."""
-    fields = _Fields(_read(config))
+    fields = Fields(read_config(config))
     model_type = fields.take("model_type")
     if model_type not in FAMILIES:
         raise ValueError(
@@ -136,71 +96,13 @@ def args_from_hf(config: object) -> ModelArgs:
     return ModelArgs(**values)
 
 
-def _read(config: object) -> dict[str, Any]:
-    if isinstance(config, str | os.PathLike):
-        path = Path(config)
-        file = path / "config.json" if path.is_dir() else path
-        if not file.is_file():
-            raise ValueError(
-                f"ModelArgs.from_hf: {str(config)!r} is no config.json and no folder with one;"
-                " ptx.hf_folder(...) downloads a repository of the hub"
-            )
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"ModelArgs.from_hf: {file} is no JSON: {error}") from error
-    elif callable(to_dict := getattr(config, "to_dict", None)):
-        config = to_dict()
-    if not isinstance(config, Mapping):
-        raise ValueError(
-            f"ModelArgs.from_hf: a {type(config).__name__} is no configuration; pass transformers'"
-            " own, its dict, or the path of a config.json"
-        )
-    return dict(config)
-
-
-class _Fields:
-    """A configuration from which each field is taken once; what is left was not understood."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._left = values
-        self.problems: list[str] = []
-
-    def take(self, name: str, absent: Any = None, *, null: Any = ...) -> Any:
-        """The field's value; a null is taken for ``null``, or as if it were absent."""
-        if name not in self._left:
-            return absent
-        value = self._left.pop(name)
-        return value if value is not None else (absent if null is ... else null)
-
-    def need(self, name: str) -> Any:
-        value = self.take(name)
-        if value is None:
-            self.problems.append(f"{name} is missing")
-            return 1
-        return value
-
-    def not_understood(self) -> list[str]:
-        found = []
-        for name, value in self._left.items():
-            allowed = _OFF.get(name)
-            if allowed is not None and value is not None and value not in allowed:
-                wanted = " or ".join(map(repr, allowed)) or "null"
-                found.append(f"{name}={value!r}, only {wanted} is the same as ptx.Transformer")
-            elif allowed is None and name not in _IGNORED and value is not None:
-                found.append(
-                    f"{name}={value!r} isn't known; if it changes nothing, pass a dict without it"
-                )
-        return found
-
-
-def _architecture(fields: _Fields) -> None:
+def _architecture(fields: Fields) -> None:
     names = fields.take("architectures") or []
     if names and not any(str(name).endswith(("ForCausalLM", "Model")) for name in names):
         fields.problems.append(f"architectures={names!r}, only a ForCausalLM has tokens as output")
 
 
-def _rope(fields: _Fields, family: _Family) -> tuple[float, RopeScaling | None]:
+def _rope(fields: Fields, family: _Family) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from the old spelling (rope_theta, rope_scaling) or the new one."""
     old, new = (fields.take(name) or {} for name in ("rope_scaling", "rope_parameters"))
     top_theta = fields.take("rope_theta")
@@ -226,7 +128,7 @@ def _rope(fields: _Fields, family: _Family) -> tuple[float, RopeScaling | None]:
     return float(thetas[0] if thetas else family.rope_theta), _scaling(fields, old or new)
 
 
-def _scaling(fields: _Fields, given: dict[str, Any]) -> RopeScaling | None:
+def _scaling(fields: Fields, given: dict[str, Any]) -> RopeScaling | None:
     left = {
         name: value for name, value in given.items() if value is not None and name != "rope_theta"
     }
@@ -260,7 +162,7 @@ def _scaling(fields: _Fields, given: dict[str, Any]) -> RopeScaling | None:
     return Llama3Scaling(**numbers, original_max_position=int(original))
 
 
-def _nope_layers(fields: _Fields, layers: int) -> tuple[bool, ...] | None:
+def _nope_layers(fields: Fields, layers: int) -> tuple[bool, ...] | None:
     interval = fields.take("no_rope_layer_interval", 4)
     rotated = fields.take("no_rope_layers")  # in spite of its name, 1 where RoPE is applied
     if rotated is None:
@@ -275,7 +177,7 @@ def _nope_layers(fields: _Fields, layers: int) -> tuple[bool, ...] | None:
 
 
 def _windows(
-    fields: _Fields, family: _Family, layers: int, nope: tuple[bool, ...] | None
+    fields: Fields, family: _Family, layers: int, nope: tuple[bool, ...] | None
 ) -> tuple[int | None, tuple[bool, ...] | None]:
     if not family.layer_types:
         # Null is a choice here: Mistral 0.2 and later have no window.
