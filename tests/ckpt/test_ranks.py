@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import ptx
 from ckpt.small import Small, save_filled, stopped_writer, writer_pid
@@ -499,6 +500,34 @@ def test_what_fsdp_left_gathered_is_neither_saved_nor_in_the_way(tmp_path: Path)
         c.load(state)
         with torch.no_grad():
             assert torch.equal(model(torch.ones(1, 4)), want)
+
+
+@distributed(world_size=2)
+def test_F02_a_sharded_model_on_meta_is_refused_and_loads_after_materialize(tmp_path: Path) -> None:
+    mesh = ptx.fsdp_mesh(ptx.build_mesh(device_type="cpu"))
+    config = LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=61,
+    )
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(config)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    ptx.apply_fsdp2(model, mesh)
+    with AsyncCheckpointer(tmp_path) as c:
+        c.save(0, train_state(plain), block=True)
+        text = error_of(lambda: c.load(train_state(model)))
+        assert "on meta, with no memory to load into; call materialize(model, device" in text
+        ptx.materialize(model, "cpu", seed=None)
+        c.load(train_state(model))
+    want = dict(plain.named_buffers())
+    assert len(want) > 0
+    assert all(torch.equal(buffer, want[name]) for name, buffer in model.named_buffers())
+    tokens = torch.arange(12)[None]
+    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
 
 
 @distributed(world_size=2)

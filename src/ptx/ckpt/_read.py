@@ -33,15 +33,25 @@ class Copy:
 
 
 def copies(step: Step, matches: Iterable[Match]) -> list[Copy]:
-    """What this rank reads."""
+    """What this rank reads.
+
+    Raises:
+        RuntimeError: The step doesn't hold all of what it says it holds.
+    """
     found = []
     for each in matches:
         for name, tensor in each.targets.items():
-            box = local_box(name, tensor)
-            for chunk in step.chunks[name] if box else ():
-                assert box is not None
+            if (box := local_box(name, tensor)) is None:
+                continue
+            values = 0
+            for chunk in step.chunks[name]:
                 if overlap := _overlap(chunk.box, box):
                     found.append(Copy(name, chunk, *overlap))
+                    values += prod(part.stop - part.start for part in found[-1].target)
+            if values != prod(box[1]):
+                raise RuntimeError(
+                    f"load: {step.folder} holds {values} of {prod(box[1])} values of {name!r}"
+                )
     return found
 
 

@@ -6,6 +6,7 @@ import atexit
 import os
 from datetime import timedelta
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,11 +116,32 @@ def _init_process_group(device_type: str, timeout: timedelta | None) -> None:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
         backend = f"{device_type}:{dist.get_default_backend_for_device(device_type)},cpu:gloo"
     if _launched():
-        dist.init_process_group(backend, timeout=timeout)
+        store = _store_of_restart()
+        if store is None:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            rank, size = int(os.environ["RANK"]), _launched_world_size()
+            dist.init_process_group(
+                backend, timeout=timeout, store=store, rank=rank, world_size=size
+            )
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not declared so
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     atexit.register(_destroy_process_group)  # NCCL warns at exit about a group that is left
+
+
+def _store_of_restart() -> Any:
+    """A part of torchrun's store that only this attempt writes to; None before any restart.
+
+    torchrun --max-restarts keeps one store for all attempts, in which gloo then finds the addresses of
+    the ranks that died, and every restart fails. Between several nodes there is no number that all
+    of them agree on, so there it stays torch's own.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return None
+    store, *_ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
 
 
 def _destroy_process_group() -> None:
