@@ -104,7 +104,7 @@ def test_a_failure_in_the_background_is_seen_by_all_ranks_in_the_same_poll(tmp_p
         time.sleep(0.3)  # rank 0's part is durable, and waits for that of rank 1
         if rank == 1:
             os.kill(writer_pid(c), signal.SIGKILL)
-            time.sleep(0.2)
+            c._flight._writer._process.wait(SOON)
         dist.barrier()
         c.poll()  # notices, and tells the others; the next one hears of it
         with pytest.raises(RuntimeError, match="step 2 failed: rank 1: the writer process died"):

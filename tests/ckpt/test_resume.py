@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import harness
+from ckpt.conftest import writers_on
 from ckpt.training import assert_equal, full_tensors, options, start, world_size
 from ptx.ckpt import AsyncCheckpointer, train_state
 
@@ -61,7 +62,10 @@ def test_killed_and_resumed_equals_uninterrupted(mesh_name: str, tmp_path: Path)
 def test_one_rank_killed_while_a_step_is_saved_again_leaves_the_old_one(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="died without an answer"):
         harness.run(_save_again, 2, str(tmp_path))
-    time.sleep(0.5)
+    deadline = time.monotonic() + 30
+    while writers_on(str(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     model = nn.Linear(300, 300)
     with AsyncCheckpointer(tmp_path) as checkpointer:
         assert checkpointer.load({"model": model}) == 5

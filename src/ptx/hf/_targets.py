@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ptx._names import clean_name
 from ptx.hf._names import keys_for, tied_elsewhere
@@ -36,13 +35,11 @@ def parts_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def targets_of(part: nn.Module) -> list[Target]:
-    """Every tensor of a part once, in the model's order, FSDP's as shards.
+    """Every tensor of a part once, in the model's order.
 
-    Without a reshard FSDP could show gathered copies, to which writes are lost.
+    Those that its state_dict has, by which FSDP shows its shards: in ``parameters()`` there may be
+    gathered copies, to which writes are lost.
     """
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
     vocabulary = _vocabulary(part)
     targets: dict[int, Target] = {}
     for raw_name, tensor in part.state_dict(keep_vars=True).items():
