@@ -19,14 +19,33 @@ def interleaved(
     ``clock``: process CPU time by default, which other processes disturb least; with ranks or I/O, use
     ``time.perf_counter``.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    seconds = in_rounds(candidates, rounds=rounds, warmup=warmup, clock=clock)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def in_rounds(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int,
+    clock: Callable[[], float] = time.process_time,
+) -> dict[str, list[float]]:
+    """Seconds of each candidate in each round; every round starts with another one."""
+    names = list(candidates)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(warmup + rounds):
-        for name, call in candidates.items():
+        first = round_ % len(names)
+        for name in names[first:] + names[:first]:
             start = clock()
-            call()
+            candidates[name]()
             if round_ >= warmup:
                 seconds[name].append(clock() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
+
+
+def median_ratio(seconds: list[float], floor: list[float]) -> float:
+    """Median over rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(seconds, floor, strict=True))
 
 
 def paired_ratio(
@@ -38,13 +57,5 @@ def paired_ratio(
     clock: Callable[[], float] = time.process_time,
 ) -> float:
     """Median over rounds of ``call``'s time / ``floor``'s, measured one right after the other, in alternating order."""
-    ratios = []
-    for round_ in range(warmup + rounds):
-        seconds = {}
-        for fn in (call, floor) if round_ % 2 else (floor, call):
-            start = clock()
-            fn()
-            seconds[fn] = clock() - start
-        if round_ >= warmup:
-            ratios.append(seconds[call] / seconds[floor])
-    return statistics.median(ratios)
+    seconds = in_rounds({"call": call, "floor": floor}, rounds=rounds, warmup=warmup, clock=clock)
+    return median_ratio(seconds["call"], seconds["floor"])
