@@ -7,6 +7,7 @@ ranks that share each matrix, asked for the capital of France, trained for a few
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -153,7 +154,7 @@ def train(folder: Path) -> None:
 
     out = folder / "fine-tuned"
     if dist.get_rank() == 0 and out.exists():
-        run(["rm", "-r", str(out)])
+        shutil.rmtree(out)
     dist.barrier()
     save_hf(model, out, tokenizer=folder / "model", dtype=torch.bfloat16)
     ids = tokenizer.encode(PROMPT)

@@ -25,8 +25,8 @@ class Hub:
 
     Attributes:
         commit: What the branch "main" is at.
-        mode: "ok"; "500", every answer an error; "hang", none; "broken", weights of half length;
-            "gated".
+        mode: "ok"; "500", every answer an error; "one answer", from the second on; "hang", none;
+            "broken", weights of half length; "gated".
         requests: (method, path), in order.
     """
 
@@ -77,7 +77,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if hub.mode == "hang":
                 time.sleep(30)
                 return
-            if hub.mode == "500":
+            if hub.mode == "one answer":
+                hub.mode = "500"
+            elif hub.mode == "500":
                 self.send(500, b"{}")
                 return
             if hub.mode == "gated":

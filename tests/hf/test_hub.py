@@ -146,6 +146,14 @@ def test_a_new_commit_is_fetched(hub, online, another):
     assert asked["value"].endswith("2" * 40)
 
 
+def test_a_hub_that_fails_after_naming_a_new_commit(hub, online, another):
+    """The client would hand out the older copy."""
+    assert "value" in online.call("folder", path_or_repo=another)
+    hub.commit, hub.mode = "2" * 40, "one answer"
+    answer = online.call("folder", path_or_repo=another)
+    assert f"{another} is at commit {'2' * 40} on the hub" in answer["error"], answer
+
+
 def test_offline_the_cache_is_what_there_is(hub, online, offline, home, another):
     value = online.call("load", repo=REPO)["value"]
     assert "value" in online.call("folder", path_or_repo=another)

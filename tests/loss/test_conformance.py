@@ -24,6 +24,7 @@ from loss.conformance_table import (
     makes_sense,
     pairs_of,
     pairwise,
+    quick_factors,
 )
 
 TABLE = [(placement, group) for placement in PLACEMENTS for group in factors(placement)["group"]]
@@ -50,7 +51,7 @@ def test_every_call(placement: str, group: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_full_logits(loss: str, ranks: int) -> None:
     harness.run(_on_full_logits, ranks, loss, False)
 
@@ -71,7 +72,7 @@ def test_L07_bad_labels_raise_on_every_rank_before_any_collective(placement: str
 def test_the_cover_is_pairwise() -> None:
     """What it leaves out are pairs that don't make sense together, whatever the rest is."""
     for placement in PLACEMENTS:
-        values = factors(placement)
+        values = quick_factors(placement)
         seen = set().union(*(pairs_of(cell) for cell in pairwise(placement)))
         for a, b in combinations(values, 2):
             for pair in product(((a, x) for x in values[a]), ((b, y) for y in values[b])):
@@ -97,15 +98,19 @@ def _on_full_logits(loss: str, every_option: bool) -> None:
     """Cases that need exact logits, which no small model makes: huge, -inf, padded, strided."""
     tp = init_device_mesh("cpu", (dist.get_world_size(),))
     gather = _summed if loss in OF_LOGITS else _as_it_is
-    for vocab_size in (10, 12, 3):  # over 4 ranks 3 3 3 1, 3 3 3 3, and 1 1 1 and an empty shard
-        for chunk in (None, 1, 3) if loss in CHUNKED else (None,):
-            call = on_full_logits(loss, tp, chunk)
-            for case in conformance.cases(vocab_size, every_option=every_option):
-                # No finite hidden state gives a logit of -inf.
-                possible = loss in OF_LOGITS or case.name != "masked columns"
-                if possible and fits(loss, case.options):
-                    roundings = 2 if loss in OF_HIDDEN else 1
-                    conformance.check(call, case, gather=gather, roundings=roundings)
+    # Over 4 ranks 3 3 3 1, 3 3 3 3, and 1 1 1 and an empty shard.
+    vocabularies, chunks = (10, 12, 3), (None, 3, 1)
+    pairs = product(vocabularies, chunks) if every_option else zip(vocabularies, chunks)
+    for vocab_size, chunk in pairs:
+        if chunk is not None and loss not in CHUNKED and every_option:
+            continue
+        call = on_full_logits(loss, tp, chunk)
+        for case in conformance.cases(vocab_size, every_option=every_option):
+            # No finite hidden state gives a logit of -inf.
+            possible = loss in OF_LOGITS or case.name != "masked columns"
+            if possible and fits(loss, case.options):
+                roundings = 2 if loss in OF_HIDDEN else 1
+                conformance.check(call, case, gather=gather, roundings=roundings)
 
 
 def _summed(grad: Tensor) -> Tensor:
@@ -122,8 +127,9 @@ def _as_it_is(grad: Tensor) -> Tensor:
 def _refuse_bad_labels(placement: str) -> None:
     mesh = conformance_model.build_mesh(placement)
     rank = ptx.data_mesh(mesh).get_local_rank()
-    for loss, group in product(LOSSES, factors(placement)["group"]):
-        for vocabulary, bad in (("13", 13), ("13", -1), ("7 of 13", 7), ("3", 3)):
+    groups = factors(placement)["group"]
+    for loss, group in product(LOSSES, (groups[0], groups[-1])):
+        for vocabulary, bad in (("13", -1), ("13", 13), ("7 of 13", 7)):
             cell = Cell(loss=loss, group=group, vocabulary=vocabulary)
             if not makes_sense(cell):
                 continue
@@ -135,6 +141,6 @@ def _refuse_bad_labels(placement: str) -> None:
             with CollectiveLog() as seen, pytest.raises(ValueError, match=f"first is {bad}"):
                 conformance_mesh.loss_of(model, states, labels, mesh["tp"], cell)
             assert not seen.count(), f"{cell}: {seen.calls}"
-            # Nobody was left in a collective: the next step is right.
+        if makes_sense(cell):  # nobody was left in a collective: the next step is right
             problems = conformance_mesh.check_cell(mesh, cell)
             assert not problems, f"{cell}: {problems}"

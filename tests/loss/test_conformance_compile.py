@@ -16,9 +16,14 @@ from loss.conformance_table import PLACEMENTS, Cell, factors, makes_sense
 PLAIN = [Cell(loss=loss, chunk=5 if loss in CHUNKED else None, calls="compiled") for loss in LOSSES]
 
 
-@pytest.mark.parametrize("placement", ["plain", "tp 2"])
-def test_one_graph(placement: str) -> None:
-    _check(placement, [replace(cell, group="module") for cell in PLAIN], timeout=100)
+@pytest.mark.parametrize(
+    ("placement", "losses"),
+    [("plain", LOSSES), ("tp 2", ("cross_entropy", *OF_HIDDEN))],  # those of logits are one there
+    ids=["plain", "tp 2"],
+)
+def test_one_graph(placement: str, losses: tuple[str, ...]) -> None:
+    cells = [replace(cell, group="module") for cell in PLAIN if cell.loss in losses]
+    _check(placement, cells, timeout=100)
 
 
 def test_fsdp_head_breaks_the_graph_where_it_is_gathered_and_let_go() -> None:

@@ -222,7 +222,10 @@ def _count_tp(placement: str) -> None:
                     got = of_logits(loss, logits, labels, tp, 13, **more)
                 with CollectiveLog() as backward:
                     got.backward()
-                assert forward.calls == {("allgather_", 4 * kinds[option] * 16): 1}, (what, forward)
+                assert forward.calls == {("allgather_", 4 * kinds[option] * 16): 1}, (
+                    what,
+                    forward.calls,
+                )
                 assert not backward.calls, (what, backward.calls)
                 continue
             model = _wrapped(mesh, HeadOnly(13))

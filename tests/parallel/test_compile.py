@@ -250,6 +250,66 @@ def test_tp_blocks_compiled_as_a_whole_refuse_to_recompute_a_part():
         apply_compile(model)
 
 
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+def times(factor):
+    return lambda module, inputs, output: output * factor
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after a step", "removed", "replaced"])
+@pytest.mark.parametrize("number", [0, 2])
+def test_hooks_of_submodules_are_compiled_as_they_are_at_each_call(when, number):
+    counter = CompileCounterWithBackend("eager")
+    model, reference, x = Hooked(), Hooked(), torch.randn(2, 4)
+    reference.load_state_dict(model.state_dict())
+    linear = model.layers[number][0]
+    if when in ("before", "removed", "replaced"):
+        handle = linear.register_forward_hook(times(2))
+    apply_compile(model, units=["layers.*"], backend=counter)
+    if when == "between":
+        linear.register_forward_hook(times(3))
+    else:
+        model(x)
+    if when in ("removed", "replaced"):
+        handle.remove()
+    if when in ("after a step", "replaced"):
+        linear.register_forward_hook(times(3))
+    factor = {"before": 2, "removed": None}.get(when, 3)
+    if factor is not None:
+        reference.layers[number][0].register_forward_hook(times(factor))
+    torch.testing.assert_close(model(x), reference(x))
+    assert counter.frame_count <= 4
+    assert torch._dynamo.config.skip_nnmodule_hook_guards
+
+
+def test_backward_hooks_of_submodules_are_refused():
+    model, x = Hooked(), torch.randn(2, 4)
+    apply_compile(model, units=["layers.*"], backend="eager")
+    model(x).sum().backward()
+    model.layers[1][0].register_full_backward_hook(lambda module, grad_input, grad_output: None)
+    with pytest.raises(ValueError, match="a submodule of a unit has a backward hook"):
+        model(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_models_of_one_process_share_graphs(mode):
+    counter = CompileCounterWithBackend("eager")
+    for _ in range(9):  # torch raises at the 9th graph of a forward
+        model = build(n_layers=1)
+        wrap(model, mode, compile_first=False, backend=counter)
+        model(batch()[0]).square().mean().backward()
+    assert counter.frame_count == 1
+
+
 class Branching(nn.Module):
     def __init__(self):
         super().__init__()

@@ -54,6 +54,10 @@ WHOLE = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 36}
 MODELS |= {
     "llama, whole attention": ("Llama", {**WHOLE, **TIED, "attention_bias": True}),
     "qwen3, whole attention": ("Qwen3", {**WHOLE, "head_dim": 10}),
+    "llama, whole attention, eager": (
+        "Llama",
+        {"num_attention_heads": 6, "hidden_size": 36, "attn_implementation": "eager"},
+    ),
 }
 
 

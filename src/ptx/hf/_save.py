@@ -53,8 +53,8 @@ def save_hf(
         ValueError: The folder exists; no transformers model computes what this one does; parameters
             are on meta; a rank can't write. Every rank raises, and nothing is left behind.
 
-    Cost: each tensor is gathered on all ranks of its mesh, one at a time: with torch's buffers for
-        that, memory for two (NCCL) to four (gloo) times the largest in ``dtype``. A model without
+    Cost: each tensor is gathered on all ranks of its mesh, one at a time: with the buffers for that,
+        memory for up to five times the largest in ``dtype`` (measured with gloo). A model without
         DTensors is written by the process that calls this; if several do, all but one raise.
 
     Source: what transformers reads: its ``save_pretrained``.

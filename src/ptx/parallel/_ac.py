@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -13,15 +12,17 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
-    create_selective_checkpoint_contexts,
 )
 
 from ptx.parallel._blocks import Units
+from ptx.parallel._generators import Generator
 from ptx.parallel._nesting import Forward, add_layer
-from ptx.parallel._order import is_tp
+from ptx.parallel._order import is_tp, require_before
+from ptx.parallel._recompute import Rerun
+from ptx.parallel._saved_ops import Policy, saving_contexts
 
 Module = TypeVar("Module", bound=nn.Module)
-Policy = Callable[..., CheckpointPolicy]  # (ctx, op, *args, **kwargs), as torch calls it
+Contexts = Callable[[], tuple[Any, Any]]  # of a forward, and of its recomputation
 
 # Matrix products with weights. Batched ones (bmm) are not among them: attention that is written out
 # makes its scores by them, [heads, S, S] each.
@@ -63,9 +64,11 @@ def apply_ac(
     Each call of a unit asks a ``copy.copy`` of it, so an object that counts in attributes starts
     anew.
 
-    Random numbers are the same when recomputed. Forward hooks of a unit itself run outside: what
-    they return is kept, nothing of them is repeated. With `apply_compile` on the same unit, in
-    either order, "full" surrounds the compiled code, and the other modes are compiled with it.
+    What a unit is recomputed from is as it was at its forward: arguments, small buffers, attributes
+    and random numbers. What the forward changes of them (a BatchNorm's statistics) it changes once.
+    Forward hooks of a unit itself run outside: what they return is kept, nothing of them is
+    repeated. With `apply_compile` on the same unit, in either order, "full" surrounds the compiled
+    code, and the other modes are compiled with it. A model that is pickled loses both.
 
     Args:
         model: Any module, after `apply_tp`, before `apply_fsdp2`.
@@ -78,28 +81,36 @@ def apply_ac(
 
     Raises:
         ValueError: An unknown mode; a model that is sharded already; units that match nothing,
-            overlap, are checkpointed already, or (but for "full") hold modules that are compiled
-            by themselves. When the model runs: a unit called with a key/value cache, to which
-            recomputing would append once more.
+            overlap, are checkpointed already, by transformers or torch too, or (but for "full") hold
+            modules that are compiled by themselves. When the model runs: a unit called with a
+            key/value cache, to which recomputing would append once more; one that changes in place
+            an argument, a parameter, or a buffer of more than 64 KiB; a parameter that changes
+            before the backward; a policy that returns no ``CheckpointPolicy``.
 
     Cost: "full" one more forward of the units. "selective" about half of their matrix products
-    and the element-wise ops. A unit can be differentiated twice (``retain_graph``) only in "full".
+    and the element-wise ops. Buffers of up to 64 KiB are copied in each forward. A unit can be
+    differentiated twice (``retain_graph``) only in "full".
 
     Source: Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198 (selective).
     """
     where = "apply_ac"
-    if mode not in ("full", "selective") and not callable(mode):
+    require_before(where, model, "apply_fsdp2")
+    if mode not in ("full", "selective") and (isinstance(mode, type) or not callable(mode)):
         raise ValueError(
             f"{where}: mode must be 'full', 'selective' or a policy (ctx, op, *args, **kwargs) ->"
             f" CheckpointPolicy, got {mode!r}"
         )
+    tp = is_tp(model)
+    contexts: Contexts
+    # Code that is compiled with it is shared between units, and models, that have the same object.
+    if mode == "full":
+        contexts = _keep_nothing
+    elif mode == "selective":
+        contexts = _keep_selected_tp if tp else _keep_selected
+    else:
+        contexts = functools.partial(saving_contexts, mode, tp)
     by_op = mode != "full"
-    options = {}
-    if by_op:
-        policy = SelectivePolicy() if isinstance(mode, str) else mode
-        # One object for all units: compiled code isn't shared with units that have another.
-        options["context_fn"] = functools.partial(_fresh_contexts, policy, is_tp(model))
-    layer = functools.partial(_recomputed, options=options)
+    layer = functools.partial(_recomputed, contexts=contexts, by_op=by_op)
     add_layer(model, units, where=where, recompute=layer, by_op=by_op)
     return model
 
@@ -127,32 +138,36 @@ class SelectivePolicy:
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _fresh_contexts(policy: Policy, is_tp: bool) -> Any:
-    policy = copy.copy(policy)
-    return create_selective_checkpoint_contexts(_keep_random(policy) if is_tp else policy)
+def _keep_nothing() -> tuple[Any, Any]:
+    return saving_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE, tp=False)
 
 
-def _keep_random(policy: Policy) -> Policy:
-    # Compiled code that recomputes a random op passes a generator's state on to its backward, behind
-    # the DeviceMesh of the DTensors, where torch 2.13 expects the mesh: an AssertionError.
-    def keep(
-        ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
-    ) -> CheckpointPolicy:
-        choice = policy(ctx, op, *args, **kwargs)
-        random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-        return CheckpointPolicy.MUST_SAVE if random and torch.compiler.is_compiling() else choice
-
-    return keep
+def _keep_selected() -> tuple[Any, Any]:
+    return saving_contexts(SelectivePolicy(), tp=False)
 
 
-def _recomputed(forward: Forward, options: dict[str, Any]) -> Forward:
+def _keep_selected_tp() -> tuple[Any, Any]:
+    return saving_contexts(SelectivePolicy(), tp=True)
+
+
+def _recomputed(forward: Forward, contexts: Contexts, by_op: bool) -> Forward:
+    drawn: dict[bool, list[Generator]] = {}  # see Rerun
+    options: dict[str, Any] = {"context_fn": contexts} if by_op else {}  # "full" has no use for it
+
     @functools.wraps(forward, updated=())
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             _refuse_cache(self, args, kwargs)
-        # Keywords go into the function, as checkpoint has some of its own.
-        call = functools.partial(forward, self, **kwargs)
-        return checkpoint(call, *args, use_reentrant=False, **options)
+        if torch.compiler.is_compiling():
+            # Keywords go into the function, as checkpoint has some of its own.
+            call = functools.partial(forward, self, **kwargs)
+            return checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
+        if not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        rerun = Rerun(forward, self, args, kwargs, drawn=drawn, once=by_op)
+        output = checkpoint(rerun, *rerun.leaves, use_reentrant=False, **options)
+        rerun.finish()
+        return output
 
     return recomputed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -16,6 +15,10 @@ from ptx.parallel._order import NESTING_KEY, is_tp, require_before
 
 Forward = Callable[..., Any]  # takes the module first
 Layer = Callable[[Forward], Forward]
+
+# Where a forward is kept that somebody put on the instance before us: with the module it is copied
+# as it would be without layers.
+_OWN_FORWARD_KEY = "_ptx_own_forward"
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,16 @@ class Nesting:
         for layer in layers:
             if layer is not None:
                 forward = layer(forward)
+        forward.__name__ = "forward"  # by which a pickled module finds its class's, without layers
         return forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Nesting:
         """Nothing here belongs to a module, and a policy may refer to anything."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as None: layers are of the process, a model is loaded without them."""
+        return type(None), ()
 
 
 def nesting_of(module: nn.Module) -> Nesting | None:
@@ -90,20 +98,51 @@ def add_layer(model: nn.Module, units: Units | None, *, where: str, **layer: Any
     for inner, outer in touched:
         if why := _misfit(nestings[inner], nestings[outer], tp):
             wrong.append(f"{inner!r} is inside {outer!r}: {why}")
+    wrong += _clashes(names, modules, layer)
     if wrong:
         raise ValueError(f"{where}: " + "; ".join(wrong))
     for name in names:
-        setattr(modules[name], NESTING_KEY, nestings[name])
-        modules[name].forward = MethodType(nestings[name].forward(), modules[name])
+        module, nesting = modules[name], nestings[name]
+        if nesting.plain is _call_own and nesting_of(module) is None:
+            setattr(module, _OWN_FORWARD_KEY, module.__dict__["forward"])
+        setattr(module, NESTING_KEY, nesting)
+        module.forward = MethodType(nesting.forward(), module)
+
+
+def _clashes(
+    units: list[str], modules: dict[str, nn.Module], layer: dict[str, Any]
+) -> Iterator[str]:
+    for name, module in modules.items():
+        for done, by in _done_by_others(module):
+            for unit in units:
+                inside = is_inside(name, unit)
+                if done in layer and (inside or is_inside(unit, name)):
+                    yield f"{unit!r}: {name!r} is {by} already; leave out one of the two"
+                elif done == "compile" and layer.get("by_op") and inside:
+                    yield (
+                        f"{unit!r}: {name!r} is {by}, and a policy doesn't see the ops of compiled"
+                        " code; use apply_compile"
+                    )
+
+
+def _done_by_others(module: nn.Module) -> Iterator[tuple[str, str]]:
+    if hasattr(module, "_checkpoint_wrapped_module"):
+        yield "recompute", "recomputed by torch's checkpoint_wrapper"
+    if getattr(module, "gradient_checkpointing", False) is True:
+        yield "recompute", "recomputed by transformers"
+    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        yield "compile", "compiled by torch.compile"
 
 
 def _plain_forward(module: nn.Module) -> Forward:
-    own: Callable[..., Any] | None = module.__dict__.get("forward")
-    return type(module).forward if own is None else functools.partial(_call_own, own)
+    own = module.__dict__.get("forward")
+    plain = type(module).forward
+    # A module that was pickled with layers has its class's forward as its own.
+    return plain if own is None or getattr(own, "__func__", None) is plain else _call_own
 
 
-def _call_own(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return own(*args, **kwargs)  # somebody replaced the instance's forward before us
+def _call_own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module.__dict__[_OWN_FORWARD_KEY](*args, **kwargs)
 
 
 def _nested_pairs(names: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ def is_fsdp(model: nn.Module) -> bool:
 def is_wrapped(model: nn.Module) -> bool:
     """Whether a part is checkpointed or compiled, by ptx or by torch (whose marks have no public name)."""
     return any(
-        NESTING_KEY in vars(module)
+        vars(module).get(NESTING_KEY) is not None  # None: it was pickled
         or hasattr(module, "_checkpoint_wrapped_module")
         or hasattr(module, "_orig_mod")
         or getattr(module, "_compiled_call_impl", None) is not None
@@ -35,6 +35,11 @@ def is_tp(model: nn.Module) -> bool:
 
 def require_before(where: str, model: nn.Module, *steps: str) -> None:
     """Raise ValueError if the model already went through one of ``steps``, naming the right order."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{where}: model must be one module, got a {type(model).__name__}; call {where} for each"
+            " part, with the units that are in it"
+        )
     done: dict[str, Callable[[nn.Module], bool]] = {
         "apply_fsdp2": is_fsdp,
         "apply_ac / apply_compile": is_wrapped,
