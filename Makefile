@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints-cpu.txt
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help train test test-all lint types bench gpu-check equivalence clean
+.PHONY: help train test test-all lint types bench real-model gpu-check equivalence clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -47,6 +47,10 @@ equivalence: $(VENV)/.dev  ## print the table: each mesh against one process
 
 bench: $(VENV)/.dev  ## time and memory, as ratios to a floor measured in the same run
 	$(PYTEST) -m bench tests/bench --timeout 1800 -s
+
+real-model: $(VENV)/.dev  ## a pretrained SmolLM2-135M: convert, load on two ranks, fine-tune, export (downloads 93 MB)
+	$(BIN)/pip install -q $(CONSTRAINTS) gguf
+	$(BIN)/python tests/real_model.py all .cache/real-model
 
 gpu-check:  ## what needs an accelerator, on the torch that is installed (no network, no virtual environment)
 	PYTHONPATH=src $(PYTHON) -m pytest -o addopts=--import-mode=importlib -W ignore::pytest.PytestConfigWarning \

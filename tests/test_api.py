@@ -79,9 +79,7 @@ NOT_AT_THE_DOOR = {
     "Replicated",
     "RopeScaling",
     "Throughput",
-    "convert_interleaved",
     "half_split_rows",
-    "hf_folder",
     "interleaved_rows",
     "verify",
 }

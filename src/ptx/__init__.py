@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ptx.flops import step_tokens as step_tokens
     from ptx.flops import throughput as throughput
     from ptx.flops import transformer_flops as transformer_flops
+    from ptx.hf import convert_interleaved as convert_interleaved
+    from ptx.hf import hf_folder as hf_folder
     from ptx.hf import hf_report as hf_report
     from ptx.hf import load_hf as load_hf
     from ptx.hf import load_tokenizer as load_tokenizer
@@ -72,6 +74,8 @@ _HOME = {
         "transformer_flops",
     ),
     "ptx.hf": (
+        "convert_interleaved",
+        "hf_folder",
         "hf_report",
         "load_hf",
         "load_tokenizer",

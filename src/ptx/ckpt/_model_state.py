@@ -76,7 +76,8 @@ class ModelState(Part):
 
     def write(self, state: Any, saved: Saved) -> None:
         # The tensors are the live ones, and full by now; a tied one may go by another name here.
-        self.load_state_dict({key: value for key, value in state.items() if key in self._extras()})
+        extras = self._extras()
+        self.load_state_dict({key: value for key, value in state.items() if key in extras})
 
     def _extras(self) -> dict[str, Any]:
         """(getter, setter) of each module with a state beyond its tensors."""

@@ -156,5 +156,9 @@ def fill(files: Files, matches: Iterable[Match], reads: Iterable[Copy]) -> None:
         spec, sizes = files.step.tensors[read.name], read.chunk.box[1]
         stop = read.chunk.start + prod(sizes) * spec.dtype.itemsize
         data = files.bytes_of(_disk.data_file(read.chunk.rank))[read.chunk.start : stop]
-        source = data.view(spec.dtype).view(sizes)
-        targets[read.name][read.target].copy_(source[read.source])
+        source, target = data.view(spec.dtype).view(sizes), targets[read.name]
+        whole = tuple(slice(0, size) for size in sizes)
+        if read.source == read.target == whole and target.shape == source.shape:  # the usual case
+            target.copy_(source)
+        else:
+            target[read.target].copy_(source[read.source])
