@@ -1,32 +1,80 @@
-"""Text as token windows addressed by one integer: any world size reads the same global batches.
+"""What a run trains on: text, images as tokens, or random tokens, all behind one function.
 
-Sample i of the endless training stream is a function of (seed, i). A step takes the next
-``global_batch`` samples and each rank reads its share, so a resume needs only the samples consumed.
+`load_data` gives the tokens, `batches.TrainBatches` the samples: sample i is a function of
+(seed, i), so any world size sees the same global batches.
 """
 
 from __future__ import annotations
 
-import hashlib
-import lzma
 import os
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+
+from batches import IGNORE_INDEX, Tokens, TrainBatches, count_tokens, validation_batches
+from hub_dataset import HubFiles, download, find_dataset, is_repository
+from images import PIXELS, find_images, image_tokens, read_idx, read_images
+from ptx.hf import HfTokenizer
+from sources import TextUnit, find_files
+from text_data import TextOptions, content_digest, load_text
+from together import of_first_rank, on_every_rank
+from token_cache import TokenFile, cached_tokens, one_at_a_time
+from tokenise import load_vocabulary
+
+__all__ = [
+    "CORPUS",
+    "IGNORE_INDEX",
+    "TOKENIZER",
+    "Corpus",
+    "Data",
+    "Tokens",
+    "TrainBatches",
+    "count_tokens",
+    "kind_of",
+    "load_corpus",
+    "load_data",
+    "validation_batches",
+]
 
 CORPUS = Path(__file__).parent / "corpus" / "corpus.txt.xz"
 TOKENIZER = Path(__file__).parent / "corpus" / "tokenizer.json"
-END_OF_TEXT = "<|endoftext|>"
-HELD_OUT = slice(5, None, 12)  # documents for validation: every 12th, from the first dozen's middle
-IGNORE_INDEX = -100
+HOLD_OUT = 12  # every 12th document of the corpus is held out
 
-Tokens = npt.NDArray[np.uint16]
+_RANDOM = 2**24, 2**16  # tokens to train on, and held out: 32 MB
+
+Kind = Literal["corpus", "random", "mnist", "files", "hub"]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a source holds.
+
+    Args:
+        train: [n] ids, to be cut into windows; each document is followed by one end token.
+        valid: [m] ids that are held out.
+        vocab_size: One more than the largest id there can be.
+        end_id: Ends a document: for `packing.document_ids`. None: there are no documents.
+        tokenizer: Of text, else None.
+        digest: Names what ``train`` holds, for ``TrainBatches(digest=...)``.
+    """
+
+    train: Tokens
+    valid: Tokens
+    vocab_size: int
+    end_id: int | None
+    tokenizer: Tokenizer | None
+    digest: str
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return (
+            f"{len(self.train):,} training tokens, {len(self.valid):,} held out, vocabulary of"
+            f" {self.vocab_size:,}"
+        )
 
 
 @dataclass(frozen=True)
@@ -36,157 +84,169 @@ class Corpus:
     tokenizer: Tokenizer
 
 
-def load_corpus(cache: Path, *, corpus: Path = CORPUS, tokenizer: Path = TOKENIZER) -> Corpus:
-    """Tokenises ``corpus`` (format: corpus/SOURCE.md) once and maps the result from ``cache``.
+def load_data(
+    source: str,
+    cache: Path,
+    *,
+    valid: str | None = None,
+    hold_out_every: int = HOLD_OUT,
+    column: str = "text",
+    unit: TextUnit = "file",
+    limit: int = 0,
+    split: str = "train",
+    valid_split: str | None = None,
+    hub_files: str | None = None,
+    revision: str | None = None,
+    tokenizer: str | os.PathLike[str] | HfTokenizer = TOKENIZER,
+    end_of_text: str | None = None,
+    bos: bool = False,
+    corpus: Path = CORPUS,
+    vocab_size: int = 4096,
+    seed: int = 0,
+    say: Callable[[str], None] | None = None,
+) -> Data:
+    """Tokens to train on and to validate on, the same on every rank.
 
-    Files in ``cache`` are named by the contents they were made from. Ranks may race: each writes
-    a file of its own, all with equal bytes, and renames it.
-    """
-    vocabulary = Tokenizer.from_file(str(tokenizer))
-    digests = [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in (corpus, tokenizer)]
-    key = "-".join([*digests, f"{HELD_OUT.start}of{HELD_OUT.step}"])
-    files = [cache / f"{key}-{part}.npy" for part in ("train", "valid")]
-    if not all(file.exists() for file in files):
-        for file, texts in zip(files, split(read_documents(corpus)), strict=True):
-            _write_whole(file, tokenize(texts, vocabulary))
-    train, valid = (np.load(file, mmap_mode="r") for file in files)
-    return Corpus(train, valid, vocabulary)
-
-
-def read_documents(corpus: Path) -> list[str]:
-    """Reads one document a line, each after its name and a tab."""
-    with lzma.open(corpus, "rt", encoding="utf-8", newline="\n") as lines:
-        return [line.rstrip("\n").split("\t", 1)[1] for line in lines]
-
-
-def split(documents: list[str]) -> tuple[list[str], list[str]]:
-    """Splits whole documents into those to train on and those held out."""
-    if len(documents) <= HELD_OUT.start:
-        raise ValueError(f"split: {HELD_OUT} of {len(documents)} documents is none; add documents")
-    held_out = range(len(documents))[HELD_OUT]
-    return [text for i, text in enumerate(documents) if i not in held_out], documents[HELD_OUT]
-
-
-def tokenize(texts: list[str], tokenizer: Tokenizer, end_of_text: str = END_OF_TEXT) -> Tokens:
-    """Concatenates the documents, each followed by one ``end_of_text``.
-
-    Nothing else is added, whatever the tokenizer's post-processor would (a BOS, say).
-    """
-    end, size = tokenizer.token_to_id(end_of_text), tokenizer.get_vocab_size()
-    if end is None or size > 2**16:
-        raise ValueError(
-            f"tokenize: id of {end_of_text!r} is {end}, {size} entries; pass the end-of-text token"
-            f" of this tokenizer, and store wider integers than uint16 for more than {2**16}"
-        )
-    encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return np.concatenate([np.array([*text.ids, end], dtype=np.uint16) for text in encoded])
-
-
-@dataclass
-class TrainBatches:
-    """Iterates without end over this rank's share of each global batch of ``tokens``.
+    All ranks have to call it, with equal arguments: they agree on the files, one of each host
+    downloads and tokenises while the others wait, and all return, or raise, together.
 
     Args:
-        tokens: Cut into windows of ``seq_len``, which come in a new order each epoch.
-        seq_len: Tokens of a sample.
-        global_batch: Samples of a step over all ranks.
-        dp_rank: ``ptx.data_mesh(mesh).get_local_rank()``, which tp, cp and pp peers share.
-        dp_world: ``ptx.data_mesh(mesh).size()``.
-        seed: Decides every order.
-        consumed: Samples that all ranks together have read: the whole position.
+        source: "corpus": the embedded one. "random". "mnist:FOLDER": idx files as pixel tokens.
+            A file, a folder or a glob of text, JSON lines or parquet. ``org/name``: a dataset
+            repository of the Hugging Face hub.
+        cache: Folder for the tokens, named by the contents they are made from.
+        valid: Files of text that are held out, instead of a part of ``source``.
+        hold_out_every: Else every so many documents one is held out, at least 2.
+        column: Where the text is in JSON lines and parquet.
+        unit: What a document is in text files: "file", "paragraph", "line".
+        limit: Documents (images) to read at most; 0: all.
+        split: Of a repository.
+        valid_split: Of a repository, to be held out.
+        hub_files: Glob of the repository's files, instead of a split.
+        revision: Branch, tag or commit of the repository.
+        tokenizer: Folder, file or repository with a ``tokenizer.json``.
+        end_of_text: Token that ends a document; None: the tokenizer's own.
+        bos: Whether the tokenizer's beginning-of-sequence token begins each document.
+        corpus: Text in the form of corpus/SOURCE.md, for "corpus".
+        vocab_size: Of random tokens.
+        seed: Of random tokens.
+        say: Told of downloads and of progress, by the one rank of a host that does the work.
 
     Raises:
-        ValueError: A batch doesn't split over the ranks, or an epoch is smaller than one.
+        ValueError: The source isn't there, isn't what it should be, or has too few documents; the
+            hub can't be reached (nothing else takes its place); ranks have different files.
+        OSError: The cache's disk is full.
+
+    Cost: the source's files are read once at every start, for their digest. Tokenising uses all
+    cores; a source that takes longer than the process group's timeout is better tokenised before,
+    by one process on each host that calls this.
     """
+    options = TextOptions(column, unit, limit, hold_out_every)
+    if hold_out_every < 2 or limit < 0:
+        raise ValueError(
+            f"load_data: hold_out_every={hold_out_every} must be at least 2, limit={limit} at least 0"
+        )
 
-    tokens: Tokens
-    seq_len: int
-    global_batch: int
-    dp_rank: int = 0
-    dp_world: int = 1
-    seed: int = 0
-    consumed: int = 0
+    # What is a file on one host may not be there on another: the first rank decides for all.
+    def find() -> tuple[Kind, list[HubFiles]]:
+        kind = kind_of(source)
+        if valid is not None and (kind not in ("files", "hub") or valid_split is not None):
+            raise ValueError(
+                f"load_data: valid={valid!r} is for a source of files or a repository without"
+                f" valid_split; this is {source!r} with valid_split={valid_split!r}"
+            )
+        splits = [split] if valid_split is None else [split, valid_split]
+        files = [hub_files, None]  # a glob is for the split to train on
+        return kind, [
+            find_dataset(source, split=name, files=glob, revision=revision)
+            for name, glob in zip(splits, files)
+            if kind == "hub"
+        ]
 
-    def __post_init__(self) -> None:
-        self.epoch_size = max(len(self.tokens) - 1, 0) // self.seq_len  # the last label is one more
-        _check(self.global_batch, self.dp_world, self.epoch_size)
+    def load() -> Data:
+        if kind == "random":
+            return _random(vocab_size, seed)
+        if kind == "mnist":
+            return _images(Path(source.partition(":")[2]).expanduser(), cache, limit)
+        files, held_out = [corpus], None
+        how = options
+        if kind == "corpus":
+            how = replace(options, unit="named line")
+        elif kind == "hub":
+            files, *rest = (_downloaded(found, cache, say) for found in hub)
+            held_out = rest[0] if rest else None
+        else:
+            files = find_files(source)
+        if valid is not None:
+            held_out = find_files(valid)
+        vocabulary = load_vocabulary(tokenizer, end_of_text=end_of_text, bos=bos)
+        train, validation, digest = load_text(files, held_out, cache, vocabulary, how, say)
+        return Data(
+            train, validation, vocabulary.size, vocabulary.end_id, vocabulary.tokenizer, digest
+        )
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            # Counted before the loop's body: a checkpoint saved there must not repeat this batch.
-            first, self.consumed = self.consumed, self.consumed + self.global_batch
-            yield self.batch(first)
-
-    def batch(self, consumed: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels that follow ``consumed`` samples, int64 [batch, seq_len], shifted."""
-        samples = _share(consumed, self.global_batch, self.dp_rank, self.dp_world)
-        return _gather(self.tokens, self.seq_len, self.window_ids(samples))
-
-    def window_ids(self, samples: range) -> list[int]:
-        """Which window each sample is. The epoch is the sample's own: a batch may cross one."""
-        size = self.epoch_size
-        epochs = range(samples.start // size, (samples.stop - 1) // size + 1)
-        # Drawn anew for every batch: 10,000 windows take 0.1 ms. Cache it for far larger corpora.
-        order = {e: np.random.default_rng((self.seed, e)).permutation(size) for e in epochs}
-        return [int(order[sample // size][sample % size]) for sample in samples]
-
-    def state_dict(self) -> dict[str, int]:
-        stream = {"seed": self.seed, "seq_len": self.seq_len, "tokens": len(self.tokens)}
-        return {**stream, "consumed": self.consumed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on after the samples consumed; ranks and global batch may differ from then."""
-        mine = self.state_dict() | {"consumed": state["consumed"]}
-        if state != mine:
-            raise ValueError(f"load_state_dict: saved {state}, now {mine}; not the same samples")
-        self.consumed = state["consumed"]
+    kind, hub = of_first_rank(find)
+    return on_every_rank(load, lambda data: data.digest)
 
 
-def validation_batches(
-    tokens: Tokens, seq_len: int, global_batch: int, dp_rank: int, dp_world: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each token but the first is a label exactly once over all ranks, in a fixed order.
+def kind_of(source: str) -> Kind:
+    """What kind of source it is; see `load_data`.
 
-    Every rank gets equally many batches of equal shapes; past the end labels are ``IGNORE_INDEX``,
-    so weight losses by the labels kept (``ptx.token_mean``).
+    Raises:
+        ValueError: It is none.
     """
-    windows = -(-max(len(tokens) - 1, 0) // seq_len)  # rounded up: the last may be short
-    _check(global_batch, dp_world)
-    for first in range(0, windows, global_batch):
-        yield _gather(tokens, seq_len, _share(first, global_batch, dp_rank, dp_world))
+    if source == "corpus":
+        return "corpus"
+    if source == "random":
+        return "random"
+    if source.startswith("mnist:"):
+        return "mnist"
+    if Path(source).expanduser().exists() or any(sign in source for sign in "*?["):
+        return "files"
+    if is_repository(source):
+        return "hub"
+    hint = "; say where MNIST's files are: mnist:FOLDER" if source == "mnist" else ""
+    raise ValueError(
+        f"load_data: {source!r} is no file, folder or glob here, no dataset repository (org/name),"
+        f" and none of corpus, random, mnist:FOLDER{hint}"
+    )
 
 
-def _check(global_batch: int, dp_world: int, epoch_size: int | None = None) -> None:
-    wrong = []
-    if global_batch < 1 or global_batch % dp_world:
-        wrong.append(f"global_batch {global_batch} is no multiple of {dp_world} data ranks")
-    if epoch_size is not None and epoch_size < global_batch:
-        wrong.append(f"{epoch_size} windows can't fill global_batch {global_batch}")
-    if wrong:
-        raise ValueError(f"batches: {', and '.join(wrong)}; change global_batch or seq_len")
+def load_corpus(cache: Path, *, corpus: Path = CORPUS, tokenizer: Path = TOKENIZER) -> Corpus:
+    """The corpus (format: corpus/SOURCE.md), tokenised once and mapped from ``cache``."""
+    vocabulary = load_vocabulary(tokenizer)
+    options = TextOptions(unit="named line")
+    train, valid, _ = load_text([corpus], None, cache, vocabulary, options)
+    return Corpus(train, valid, vocabulary.tokenizer)
 
 
-def _share(first: int, global_batch: int, dp_rank: int, dp_world: int) -> range:
-    size = global_batch // dp_world
-    return range(first + dp_rank * size, first + (dp_rank + 1) * size)
+def _random(vocab_size: int, seed: int) -> Data:
+    """Token i depends on (seed, i) alone."""
+    if vocab_size < 2:
+        raise ValueError(f"load_data: vocab_size={vocab_size} must be at least 2")
+    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    train, valid = (
+        np.random.default_rng((seed, part)).integers(vocab_size, size=size, dtype=dtype)
+        for part, size in enumerate(_RANDOM)
+    )
+    return Data(train, valid, vocab_size, None, None, f"random-{vocab_size}-{seed}")
 
 
-def _gather(tokens: Tokens, seq_len: int, windows: list[int] | range) -> tuple[Tensor, Tensor]:
-    inputs = np.zeros((len(windows), seq_len), dtype=np.int64)
-    labels = np.full_like(inputs, IGNORE_INDEX)  # stays where the tokens end
-    for row, window in enumerate(windows):
-        text = tokens[window * seq_len : (window + 1) * seq_len + 1]
-        inputs[row, : len(text[1:])] = text[:-1]
-        labels[row, : len(text[1:])] = text[1:]
-    return torch.from_numpy(inputs), torch.from_numpy(labels)
+def _images(folder: Path, cache: Path, limit: int) -> Data:
+    files = find_images(folder)
+    digest = content_digest(files, {"images": "class, pixels, end", "limit": limit})
+    # Read again at every start: labels are small, and say how large the vocabulary is.
+    n_classes = max(int(read_idx(labels).max()) for labels in files[1::2]) + 1
+
+    def make(train: TokenFile, valid: TokenFile) -> None:
+        for tokens, part in ((train, files[:2]), (valid, files[2:])):
+            tokens.append(image_tokens(read_images(*part, limit=limit), n_classes))
+
+    train, valid = cached_tokens(cache, digest, np.uint16, make)
+    return Data(train, valid, PIXELS + n_classes + 1, PIXELS + n_classes, None, digest)
 
 
-def _write_whole(path: Path, tokens: Tokens) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # another rank writes its own
-    try:
-        with part.open("wb") as file:
-            np.save(file, tokens)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+def _downloaded(found: HubFiles, cache: Path, say: Callable[[str], None] | None) -> list[Path]:
+    """One process of a host downloads; those after it find the files in huggingface_hub's cache."""
+    with one_at_a_time(cache / f".{found.repo.replace('/', '--')}.lock"):
+        return download(found, say)
