@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import glob
 import re
@@ -191,6 +192,8 @@ def _explained(error: Exception, repo: str, revision: str | None) -> str:
     from huggingface_hub import errors
 
     said: Any = getattr(error, "response", None)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{repo}: the disk of huggingface_hub's cache is full; make room, or set HF_HOME"
     if isinstance(error, errors.GatedRepoError):
         return f"{repo} is gated; ask for access on its page, then `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):

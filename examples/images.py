@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,10 +77,10 @@ def read_idx(file: Path) -> npt.NDArray[np.uint8]:
     if len(raw) < 4 or raw[:3] != bytes([0, 0, _UBYTE]):
         raise ValueError(f"read_idx: {file} begins with {raw[:4]!r}, not as idx of unsigned bytes")
     head = 4 + 4 * raw[3]
-    shape = tuple(int(n) for n in np.frombuffer(raw[4:head], ">u4"))
-    if len(shape) != raw[3] or len(raw) - head != np.prod(shape, dtype=np.int64):
+    shape = tuple(int.from_bytes(raw[at : at + 4], "big") for at in range(4, head, 4))
+    if len(raw) != head + math.prod(shape):
         raise ValueError(
-            f"read_idx: {file} has {len(raw) - head} values for dims {shape}; it is damaged"
+            f"read_idx: {file} has {max(len(raw) - head, 0)} values for dims {shape}; it is damaged"
         )
     return np.frombuffer(raw, np.uint8, offset=head).reshape(shape)
 

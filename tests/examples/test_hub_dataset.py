@@ -1,13 +1,15 @@
 """A dataset repository, from a stand-in hub on this machine: which files, at which commit, and what is said."""
 
 import contextlib
+import errno
 import json
 import shutil
 
+import huggingface_hub
 import pytest
 
 from examples.dataset_hub import DatasetHub, Process
-from hub_dataset import choose, is_repository
+from hub_dataset import HubFiles, choose, download, is_repository
 
 SOON = 15.0  # seconds; the client alone would try some failures again for 24
 REPO = "org/tiny"
@@ -215,6 +217,15 @@ def test_ranks_of_a_host_download_once_and_fail_together(hub, tmp_path):
         hub.mode = "500"
         answers = both(source="org/other")
         assert all("answered 500" in answer["error"] for answer in answers), answers
+
+
+def test_a_full_disk_is_not_taken_for_the_hub(monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(ValueError, match="disk of huggingface_hub's cache is full"):
+        download(HubFiles("org/absent", None, "1" * 40, ("train.jsonl",)))
 
 
 def test_which_files_are_a_splits():

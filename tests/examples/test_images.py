@@ -1,27 +1,12 @@
 """Digits as pixel tokens, from files in the format of MNIST."""
 
 import gzip
-import struct
 
 import numpy as np
 import pytest
 
+from examples.idx_files import write_idx, write_images
 from images import PIXELS, Images, find_images, image_tokens, read_idx, read_images
-
-
-def write_idx(path, values):
-    head = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
-    raw = head + values.astype(np.uint8).tobytes()
-    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
-    return path
-
-
-def write_images(folder, *, train, test, size=(3, 2), ending=""):
-    rng = np.random.default_rng(0)
-    for name, count in (("train", train), ("t10k", test)):
-        pixels = rng.integers(256, size=(count, *size))
-        write_idx(folder / f"{name}-images-idx3-ubyte{ending}", pixels)
-        write_idx(folder / f"{name}-labels-idx1-ubyte{ending}", np.arange(count) % 10)
 
 
 def test_tokens_by_hand():
@@ -52,7 +37,7 @@ def test_missing_files_are_named_with_where_they_are_from(tmp_path):
     (tmp_path / "train-labels-idx1-ubyte").unlink()
     with pytest.raises(ValueError, match=r"lacks train-labels-idx1-ubyte \(or .* MNIST/raw that"):
         find_images(tmp_path)
-    with pytest.raises(ValueError, match="absent lacks train-images.*, t10k-labels"):
+    with pytest.raises(ValueError, match=r"absent lacks train-images.*, t10k-labels"):
         find_images(tmp_path / "absent")
 
 
