@@ -88,20 +88,20 @@ def load_data(
     source: str,
     cache: Path,
     *,
-    valid: str | None = None,
-    hold_out_every: int = HOLD_OUT,
+    valid_data: str | None = None,
+    hold_out: int = HOLD_OUT,
     column: str = "text",
-    unit: TextUnit = "file",
-    limit: int = 0,
+    text_unit: TextUnit = "file",
+    data_limit: int = 0,
     split: str = "train",
     valid_split: str | None = None,
     hub_files: str | None = None,
-    revision: str | None = None,
+    data_revision: str | None = None,
     tokenizer: str | os.PathLike[str] | HfTokenizer = TOKENIZER,
     end_of_text: str | None = None,
     bos: bool = False,
     corpus: Path = CORPUS,
-    vocab_size: int = 4096,
+    random_vocab: int = 4096,
     seed: int = 0,
     say: Callable[[str], None] | None = None,
 ) -> Data:
@@ -115,20 +115,20 @@ def load_data(
             A file, a folder or a glob of text, JSON lines or parquet. ``org/name``: a dataset
             repository of the Hugging Face hub.
         cache: Folder for the tokens, named by the contents they are made from.
-        valid: Files of text that are held out, instead of a part of ``source``.
-        hold_out_every: Else every so many documents one is held out, at least 2.
+        valid_data: Files of text that are held out, instead of a part of ``source``.
+        hold_out: Else every so many documents one is held out, at least 2.
         column: Where the text is in JSON lines and parquet.
-        unit: What a document is in text files: "file", "paragraph", "line".
-        limit: Documents (images) to read at most; 0: all.
+        text_unit: What a document is in text files: "file", "paragraph", "line".
+        data_limit: Documents (images) to read at most; 0: all.
         split: Of a repository.
         valid_split: Of a repository, to be held out.
         hub_files: Glob of the repository's files, instead of a split.
-        revision: Branch, tag or commit of the repository.
+        data_revision: Branch, tag or commit of the repository.
         tokenizer: Folder, file or repository with a ``tokenizer.json``.
         end_of_text: Token that ends a document; None: the tokenizer's own.
         bos: Whether the tokenizer's beginning-of-sequence token begins each document.
         corpus: Text in the form of corpus/SOURCE.md, for "corpus".
-        vocab_size: Of random tokens.
+        random_vocab: Of random tokens.
         seed: Of random tokens.
         say: Told of downloads and of progress, by the one rank of a host that does the work.
 
@@ -141,33 +141,33 @@ def load_data(
     cores; a source that takes longer than the process group's timeout is better tokenised before,
     by one process on each host that calls this.
     """
-    options = TextOptions(column, unit, limit, hold_out_every)
-    if hold_out_every < 2 or limit < 0:
+    options = TextOptions(column, text_unit, data_limit, hold_out)
+    if hold_out < 2 or data_limit < 0:
         raise ValueError(
-            f"load_data: hold_out_every={hold_out_every} must be at least 2, limit={limit} at least 0"
+            f"load_data: hold_out={hold_out} must be at least 2, data_limit={data_limit} at least 0"
         )
 
     # What is a file on one host may not be there on another: the first rank decides for all.
     def find() -> tuple[Kind, list[HubFiles]]:
         kind = kind_of(source)
-        if valid is not None and (kind not in ("files", "hub") or valid_split is not None):
+        if valid_data is not None and (kind not in ("files", "hub") or valid_split is not None):
             raise ValueError(
-                f"load_data: valid={valid!r} is for a source of files or a repository without"
+                f"load_data: valid_data={valid_data!r} is for a source of files or a repository without"
                 f" valid_split; this is {source!r} with valid_split={valid_split!r}"
             )
         splits = [split] if valid_split is None else [split, valid_split]
         files = [hub_files, None]  # a glob is for the split to train on
         return kind, [
-            find_dataset(source, split=name, files=glob, revision=revision)
+            find_dataset(source, split=name, files=glob, revision=data_revision)
             for name, glob in zip(splits, files)
             if kind == "hub"
         ]
 
     def load() -> Data:
         if kind == "random":
-            return _random(vocab_size, seed)
+            return _random(random_vocab, seed)
         if kind == "mnist":
-            return _images(Path(source.partition(":")[2]).expanduser(), cache, limit)
+            return _images(Path(source.partition(":")[2]).expanduser(), cache, data_limit)
         files, held_out = [corpus], None
         how = options
         if kind == "corpus":
@@ -177,8 +177,8 @@ def load_data(
             held_out = rest[0] if rest else None
         else:
             files = find_files(source)
-        if valid is not None:
-            held_out = find_files(valid)
+        if valid_data is not None:
+            held_out = find_files(valid_data)
         vocabulary = load_vocabulary(tokenizer, end_of_text=end_of_text, bos=bos)
         train, validation, digest = load_text(files, held_out, cache, vocabulary, how, say)
         return Data(
@@ -223,7 +223,7 @@ def load_corpus(cache: Path, *, corpus: Path = CORPUS, tokenizer: Path = TOKENIZ
 def _random(vocab_size: int, seed: int) -> Data:
     """Token i depends on (seed, i) alone."""
     if vocab_size < 2:
-        raise ValueError(f"load_data: vocab_size={vocab_size} must be at least 2")
+        raise ValueError(f"load_data: random_vocab={vocab_size} must be at least 2")
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     train, valid = (
         np.random.default_rng((seed, part)).integers(vocab_size, size=size, dtype=dtype)

@@ -34,14 +34,15 @@ def find_files(source: str) -> list[Path]:
 
     Args:
         source: A file of any name; a folder, whose files of a known ending are taken, those in
-            folders inside it too; or a glob, ``**`` included.
+            folders inside it too, but nothing hidden; or a glob, ``**`` included.
 
     Raises:
         ValueError: There is none, or they are of several formats.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        found = [file for file in path.rglob("*") if known_format(file.name) and file.is_file()]
+        inside = (file for file in path.rglob("*") if known_format(file.name) and file.is_file())
+        found = [file for file in inside if not _hidden(file.relative_to(path))]
     elif path.is_file():
         found = [path]
     else:
@@ -97,6 +98,10 @@ def read_documents(
             yield from (document for document in documents if document.strip())
         except (UnicodeDecodeError, EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
             raise ValueError(f"read_documents: {file} can't be read as {kind}: {error}") from error
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _text(file: Path, unit: TextUnit) -> Iterator[str]:

@@ -124,8 +124,8 @@ def _check_counts(counts: tuple[int, int], is_given: bool, options: TextOptions)
         raise ValueError(
             f"load_text: {sum(counts)} documents are too few to hold out one of every"
             f" {options.hold_out_every}: at least {needed} are needed. Name a file to validate on"
-            " (valid), or hold out more often (hold_out_every); in text files a paragraph or a line"
-            " can be a document (unit)"
+            " (valid_data), or hold out more often (hold_out); in text files a paragraph or a line"
+            " can be a document (text_unit)"
         )
 
 

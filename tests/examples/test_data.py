@@ -134,9 +134,9 @@ def test_tokens_are_made_once_per_content(folder, tmp_path, monkeypatch):
     changed.save(str(vocabulary))
     digests = [first.digest]
     for options in (
-        {"limit": 13},
-        {"hold_out_every": 11},
-        {"unit": "line"},
+        {"data_limit": 13},
+        {"hold_out": 11},
+        {"text_unit": "line"},
         {"column": "content"},
         {"tokenizer": vocabulary},
         {"end_of_text": "!"},
@@ -152,11 +152,11 @@ def test_tokens_are_made_once_per_content(folder, tmp_path, monkeypatch):
 def test_a_file_to_validate_on_is_held_out_whole(folder, tmp_path):
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("Something else.")
-    loaded = data.load_data(str(folder), tmp_path / "cache", valid=str(held_out))
+    loaded = data.load_data(str(folder), tmp_path / "cache", valid_data=str(held_out))
     assert len(decoded(loaded.train, loaded)) == 25
     assert decoded(loaded.valid, loaded) == ["Something else.", ""]
     held_out.write_text("And another.")
-    other = data.load_data(str(folder), tmp_path / "cache", valid=str(held_out))
+    other = data.load_data(str(folder), tmp_path / "cache", valid_data=str(held_out))
     assert decoded(other.valid, other) == ["And another.", ""]
     assert other.digest == loaded.digest  # what is trained on is the same: a resume may go on
     assert data.load_data(str(folder), tmp_path / "cache").digest != loaded.digest
@@ -168,7 +168,7 @@ def test_a_file_to_validate_on_is_held_out_whole(folder, tmp_path):
 def test_every_so_many_documents_one_is_held_out(tmp_path, documents, every, held_out):
     file = tmp_path / "a.txt"
     file.write_text("word\n" * documents)
-    loaded = data.load_data(str(file), tmp_path, unit="line", hold_out_every=every)
+    loaded = data.load_data(str(file), tmp_path, text_unit="line", hold_out=every)
     ends = [int((part == loaded.end_id).sum()) for part in (loaded.train, loaded.valid)]
     assert ends == [documents - held_out, held_out]
 
@@ -181,12 +181,12 @@ def test_too_few_documents_are_refused_with_what_helps(tmp_path):
     ):
         data.load_data(str(file), tmp_path)
     with pytest.raises(ValueError, match="5 documents are too few"):
-        data.load_data(str(file), tmp_path, unit="line")
+        data.load_data(str(file), tmp_path, text_unit="line")
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(ValueError, match="1 documents to train on and 0 to validate on"):
-        data.load_data(str(file), tmp_path, valid=str(tmp_path / "empty.txt"))
+        data.load_data(str(file), tmp_path, valid_data=str(tmp_path / "empty.txt"))
     assert not list(tmp_path.glob("*.npy"))
-    loaded = data.load_data(str(file), tmp_path, unit="line", hold_out_every=2)
+    loaded = data.load_data(str(file), tmp_path, text_unit="line", hold_out=2)
     with pytest.raises(ValueError, match="windows can't fill global_batch 8"):
         data.TrainBatches(loaded.train, 16, global_batch=8)
 
@@ -199,10 +199,10 @@ def test_what_is_no_source_is_said(folder, tmp_path):
             data.load_data(source, tmp_path)
     with pytest.raises(ValueError, match="say where MNIST's files are: mnist:FOLDER"):
         data.load_data("mnist", tmp_path)
-    with pytest.raises(ValueError, match="hold_out_every=1 must be at least 2"):
-        data.load_data("corpus", tmp_path, hold_out_every=1)
-    with pytest.raises(ValueError, match="valid='x' is for a source of files"):
-        data.load_data("random", tmp_path, valid="x")
+    with pytest.raises(ValueError, match="hold_out=1 must be at least 2"):
+        data.load_data("corpus", tmp_path, hold_out=1)
+    with pytest.raises(ValueError, match="valid_data='x' is for a source of files"):
+        data.load_data("random", tmp_path, valid_data="x")
 
 
 # --- images, random tokens ---
@@ -218,7 +218,7 @@ def test_images_have_the_same_form(tmp_path):
     assert (tokens[:, -1] == loaded.end_id).all()  # a window is an image
     assert (tokens[:, 0] >= PIXELS).all()
     assert (labels[:, -2] == loaded.end_id).all()
-    limited = data.load_data(f"mnist:{tmp_path}", tmp_path / "cache", limit=3)
+    limited = data.load_data(f"mnist:{tmp_path}", tmp_path / "cache", data_limit=3)
     assert len(limited.train) == len(limited.valid) == 3 * 66
     assert limited.train.tolist() == loaded.train[: 3 * 66].tolist()
     assert limited.digest != loaded.digest
@@ -226,24 +226,24 @@ def test_images_have_the_same_form(tmp_path):
 
 def test_random_tokens_are_a_function_of_seed_and_index(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "_RANDOM", (5000, 100))
-    loaded = data.load_data("random", tmp_path, vocab_size=100, seed=3)
+    loaded = data.load_data("random", tmp_path, random_vocab=100, seed=3)
     assert loaded.train.min() == 0
     assert loaded.train.max() == 99
     assert loaded.train[:100].tolist() != loaded.valid.tolist()
     assert np.array_equal(
-        loaded.train, data.load_data("random", tmp_path, vocab_size=100, seed=3).train
+        loaded.train, data.load_data("random", tmp_path, random_vocab=100, seed=3).train
     )
     monkeypatch.setattr(data, "_RANDOM", (6000, 100))  # more of them begin with the same
-    more = data.load_data("random", tmp_path, vocab_size=100, seed=3)
+    more = data.load_data("random", tmp_path, random_vocab=100, seed=3)
     assert np.array_equal(more.train[:5000], loaded.train)
-    other = data.load_data("random", tmp_path, vocab_size=100, seed=4)
+    other = data.load_data("random", tmp_path, random_vocab=100, seed=4)
     assert not np.array_equal(other.train, more.train)
     assert other.digest != more.digest
-    wide = data.load_data("random", tmp_path, vocab_size=2**16 + 1)
+    wide = data.load_data("random", tmp_path, random_vocab=2**16 + 1)
     assert wide.train.dtype == np.uint32
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="vocab_size=1 must be at least 2"):
-        data.load_data("random", tmp_path, vocab_size=1)
+    with pytest.raises(ValueError, match="random_vocab=1 must be at least 2"):
+        data.load_data("random", tmp_path, random_vocab=1)
 
 
 # --- on ranks ---
@@ -257,7 +257,7 @@ def test_D04_ranks_read_the_samples_of_one_process_without_telling_each_other(tm
     dp = data_mesh(build_mesh(device_type="cpu", tp=2))
     rank, size = dp.get_local_rank(), dp.size()
     for source in (str(file), "random"):
-        loaded = data.load_data(source, tmp_path / "cache", unit="line")
+        loaded = data.load_data(source, tmp_path / "cache", text_unit="line")
         mine = data.TrainBatches(loaded.train, 16, 4, rank, size, digest=loaded.digest)
         one = data.TrainBatches(loaded.train, 16, 4)
         for (got, _), (want, _) in islice(zip(mine, one), 5):
@@ -273,12 +273,12 @@ def test_ranks_fail_together(tmp_path):
     if rank == 1:
         where.write_text("no folder")
     with pytest.raises((ValueError, OSError), match=r"File exists|rank 1 on .*File exists"):
-        data.load_data(str(tmp_path / "a.txt"), where, unit="line", hold_out_every=2)
+        data.load_data(str(tmp_path / "a.txt"), where, text_unit="line", hold_out=2)
     # A rank that sees other files than the first.
     mine = tmp_path / f"{rank}.txt"
     mine.write_text(f"{rank}\n" * 9)
     with pytest.raises(ValueError, match=r"rank 1 on .* has other data than rank 0 on"):
-        data.load_data(str(mine), tmp_path / "cache", unit="line")
+        data.load_data(str(mine), tmp_path / "cache", text_unit="line")
     with pytest.raises(ValueError, match="'absent' is no file, folder or glob here"):
         data.load_data("absent", tmp_path / "cache")
 

@@ -101,7 +101,7 @@ def test_a_split_is_fetched_tokenised_and_cached(hub, load, another):
 def test_options_reach_the_files(hub, load):
     got = load(valid_split="validation")["value"]
     assert got["documents"] == [12, 3]
-    assert load(limit=7, hold_out_every=2)["value"]["documents"] == [3, 4]
+    assert load(data_limit=7, hold_out=2)["value"]["documents"] == [3, 4]
     got = load(hub_files="data/train-00001*")["value"]
     assert "document 1 0" in got["text"]
     assert "document 0" not in got["text"]
@@ -115,7 +115,7 @@ def test_options_reach_the_files(hub, load):
     ("options", "said"),
     [
         ({"repo": "org/absent"}, "org/absent is no file or folder here, and no dataset on the hub"),
-        ({"revision": "v9"}, f"{REPO} has no revision 'v9'"),
+        ({"data_revision": "v9"}, f"{REPO} has no revision 'v9'"),
         ({"split": "dev"}, f"{REPO} has no split 'dev'"),
         ({"hub_files": "*.csv"}, f"{REPO} has no file like '*.csv'"),
     ],
@@ -174,7 +174,7 @@ def test_a_new_commit_is_other_data(hub, load, another):
     assert "Changed" in second["text"]
     assert second["digest"] != first["digest"]
     hub.commit = "1" * 40
-    assert load(another, revision="1" * 40)["value"]["digest"] == first["digest"]
+    assert load(another, data_revision="1" * 40)["value"]["digest"] == first["digest"]
 
 
 def test_offline_the_cache_is_what_there_is(hub, load, offline, home, another):
@@ -184,7 +184,7 @@ def test_offline_the_cache_is_what_there_is(hub, load, offline, home, another):
     answer = load("org/other", offline)
     assert "org/other isn't in the cache of huggingface_hub, and HF_HUB_OFFLINE" in answer["error"]
     assert answer["seconds"] < SOON
-    assert f"{another} at v9 isn't" in load(another, offline, revision="v9")["error"]
+    assert f"{another} at v9 isn't" in load(another, offline, data_revision="v9")["error"]
     # What was never fetched, and a part of what was, aren't taken for the whole.
     assert "isn't wholly in the cache" in load(another, offline, split="test")["error"]
     cached = home / "hub" / f"datasets--{another.replace('/', '--')}"

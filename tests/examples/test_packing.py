@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ptx
+from harness import distributed
 from packing import document_ids, document_positions
 
 END = 0
@@ -43,3 +44,16 @@ def test_logits_of_a_packed_window_are_those_of_each_document_alone(model, resta
     assert (packed - alone).abs().max() <= 1e-5 * alone.abs().max()
     # And the mask is what does it.
     assert (model(window)[0] - alone).abs().max() > 1e-2 * alone.abs().max()
+
+
+@distributed(world_size=2)
+def test_ranks_that_share_each_matrix_mask_alike(model):
+    torch.manual_seed(1)
+    window = torch.randint(1, 64, (2, 32))
+    window[0, 11] = window[1, 30] = END
+    documents = document_ids(window, END)
+    with torch.no_grad():
+        want = model(window, documents=documents)
+        ptx.apply_tp(model, ptx.build_mesh(device_type="cpu", tp=2)["tp"])
+        got = model(window, documents=documents).full_tensor()
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()

@@ -44,6 +44,8 @@ def test_a_text_file_is_a_document_and_a_folder_is_many(folder):
     inner.mkdir(parents=True)
     (inner / "x.txt").write_text("inner")
     (folder / "picture.png").write_bytes(b"\xff")
+    (folder / ".cache").mkdir()
+    (folder / ".cache/left.txt").write_text("hidden")
     assert documents(folder) == [*TEXTS, "inner"]
     assert documents(f"{folder}/**/*.txt") == [*TEXTS, "inner"]
 

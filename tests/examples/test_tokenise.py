@@ -84,7 +84,7 @@ def test_ids_have_as_many_bits_as_they_need(tmp_path, size, dtype):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text(f"{size - 1}\n" * 6)
     loaded = data.load_data(
-        str(tmp_path / "a.txt"), tmp_path, unit="line", tokenizer=tmp_path, end_of_text="7"
+        str(tmp_path / "a.txt"), tmp_path, text_unit="line", tokenizer=tmp_path, end_of_text="7"
     )
     assert loaded.train.dtype == dtype
     assert loaded.vocab_size == size
