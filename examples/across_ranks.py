@@ -29,7 +29,7 @@ def across_ranks(
     dtype = torch.float32 if device.type == "mps" else torch.float64
     mine = torch.tensor(list(metrics.values()), dtype=dtype, device=device)
     table = mine.new_empty(world, len(mine))
-    dist.all_gather_into_tensor(table, mine)
+    dist.all_gather(list(table.unbind()), mine)
     spread = {
         "min": table.amin(0),
         "max": table.amax(0),

@@ -95,7 +95,7 @@ def _by_fsdp(
 
 
 def _share(counts: Iterable[tuple[torch.dtype, int]]) -> str:
-    """"float32", or "bfloat16 (97 %), float32 (3 %)"."""
+    """One dtype, or several: "bfloat16 (97 %), float32 (3 %)"."""
     total: Counter[str] = Counter()
     for dtype, size in counts:
         total[_name(dtype)] += size

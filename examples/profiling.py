@@ -183,7 +183,9 @@ def _snapshot(folder: Path, rank: int) -> list[Profiler]:
     dump = getattr(memory, "_dump_snapshot", None)
     if record is None or dump is None:
         where = device.type if device else "CPU"
-        print(f"no memory snapshot: torch keeps no history of allocations on {where}", file=sys.stderr)
+        print(
+            f"no memory snapshot: torch keeps no history of allocations on {where}", file=sys.stderr
+        )
         return []
 
     def write() -> None:

@@ -56,7 +56,9 @@ class Progress:
             self._first, self._since, self._from = False, now, done
         seconds = round(each * max(0, self.total - done))
         hours, minutes = seconds // 3600, seconds // 60 % 60
-        return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+        return (
+            f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+        )
 
     def _write(self, text: str) -> None:
         self.stream.write(text)

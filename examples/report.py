@@ -38,22 +38,28 @@ def write_report(
     """
     baselines = dict(baselines or {})
     parts = [f"# {title}", _summary(records)]
-    for draw, name, caption in (
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = (
         (plot_losses, "loss.png", _loss_caption(records, baselines)),
-        (_plot_gradients, "gradients.png", "Norms of gradients and parameters, of the whole model."),
+        (
+            _plot_gradients,
+            "gradients.png",
+            "Norms of gradients and parameters, of the whole model.",
+        ),
         (_plot_speed, "speed.png", "Training speed, and where the time of a step goes."),
         (_plot_schedule, "schedule.png", "Learning rate, and memory of the rank that writes."),
-    ):
-        path = folder / name
-        if _drawn(path, draw, records, baselines):
-            parts.append(f"![{path.stem}]({name})\n\n*{caption}*")
+    )
+    try:
+        for draw, name, caption in pictures:
+            draw(folder / name, records, baselines)
+            parts.append(f"![{Path(name).stem}]({name})\n\n*{caption}*")
+    except ImportError:
+        print("no pictures in report.md: pip install matplotlib", file=sys.stderr)
     valid = _last(records, "valid/loss")
     if baselines or valid is not None:
         rows = dict(baselines) | ({"this model": valid} if valid is not None else {})
         table = [(name, f"{nats:.3f}", f"{_exp(nats)}") for name, nats in rows.items()]
-        parts.append(
-            "## Validation loss\n\n" + _table(("", "nats per token", "perplexity"), table)
-        )
+        parts.append("## Validation loss\n\n" + _table(("", "nats per token", "perplexity"), table))
     if sample:
         prompt, text = sample
         more = text.removeprefix(prompt)
@@ -63,7 +69,6 @@ def write_report(
     for heading, values in (facts or {}).items():
         cells = [(f"`{name}`", _cell(value)) for name, value in values.items()]
         parts.append(f"## {heading}\n\n" + _table(("", ""), cells))
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.md"
     path.write_text("\n\n".join(part for part in parts if part) + "\n")
     return path
@@ -79,9 +84,7 @@ def plot_losses(path: Path, records: Records, baselines: Mapping[str, float]) ->
         label = f"validation (last {valid[-1]:.2f})"
         axes.plot(tokens, valid, color=ORANGE, marker="o", markersize=4, label=label)
     for style, (name, nats) in zip((":", "--", "-.", "-"), baselines.items()):
-        axes.axhline(
-            nats, color=GREY, linestyle=style, linewidth=1, label=f"{name} ({nats:.2f})"
-        )
+        axes.axhline(nats, color=GREY, linestyle=style, linewidth=1, label=f"{name} ({nats:.2f})")
     _resumes(axes, records)
     _legend(axes)
     figure.savefig(path, dpi=120)
@@ -131,16 +134,6 @@ def _plot_schedule(path: Path, records: Records, _: Mapping[str, float]) -> None
     for axes in (above, below):
         _resumes(axes, records)
     figure.savefig(path, dpi=120)
-
-
-def _drawn(path: Path, draw: Any, records: Records, baselines: Mapping[str, float]) -> bool:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draw(path, records, baselines)
-    except ImportError:
-        print(f"{path.name} is left out: pip install matplotlib", file=sys.stderr)
-        return False
-    return True
 
 
 def _figure(panels: int, *labels: str) -> tuple[Any, list[Any]]:

@@ -90,7 +90,9 @@ class CsvTracker:
         rows: list[dict[str, str]] = []
         if step and path.exists():
             lines = path.read_text().splitlines(keepends=True)
-            lines = [line for line in lines if line.endswith("\n")]  # a killed run's last may be cut
+            lines = [
+                line for line in lines if line.endswith("\n")
+            ]  # a killed run's last may be cut
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= step]
             self.columns = list(rows[0]) if rows else self.columns
         self._rewrite(rows)

@@ -34,7 +34,9 @@ def test_one_record_per_step_readable_at_once(tmp_path, capsys):
         {"train/tokens_seen": 10, "valid/loss": 2.0},
     ]
     out = capsys.readouterr().out
-    assert out.startswith("step     1/4  loss 3.0000     1,000 tokens/s  grad norm 1.000  lr 1.0e-03")
+    assert out.startswith(
+        "step     1/4  loss 3.0000     1,000 tokens/s  grad norm 1.000  lr 1.0e-03"
+    )
     assert "ETA" in out
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"out": str(tmp_path)}
     log.note("precision", {"precision/master": "float32"})

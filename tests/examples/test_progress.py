@@ -51,6 +51,4 @@ def test_a_terminal_shows_one_line(monkeypatch):
     shown.close()
     first = "[#####---------------] 1/4  loss 3.0  ETA 0:03"
     second = ("[##########----------] 2/4  loss 2.0 " + "x" * 100)[:59]
-    assert stream.getvalue() == (
-        f"hello\n{ERASE}{first}{ERASE}saved\n{first}{ERASE}{second}\n"
-    )
+    assert stream.getvalue() == (f"hello\n{ERASE}{first}{ERASE}saved\n{first}{ERASE}{second}\n")
