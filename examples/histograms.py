@@ -57,7 +57,7 @@ def histograms(
     for layout, names in of_layout.items():
         ends = torch.stack([_ends(local[name]) for name in names])  # [n, 2]: -low, high
         _all_reduce(ends, layout, dist.ReduceOp.MAX)
-        rows = torch.stack([_count(local[name], *end, bins) for name, end in zip(names, ends)])
+        rows = torch.stack([_count(local[name], end, bins) for name, end in zip(names, ends)])
         _all_reduce(rows, layout, dist.ReduceOp.SUM)
         for name, (low, high), row in zip(names, ends.tolist(), rows.tolist()):
             found[name] = Histogram(-low, high, row[:-1], row[-1])
@@ -145,10 +145,10 @@ def _ends(tensor: Tensor) -> Tensor:
     return ends
 
 
-def _count(tensor: Tensor, minus_low: Tensor, high: Tensor, bins: int) -> Tensor:
+def _count(tensor: Tensor, ends: Tensor, bins: int) -> Tensor:
     """[bins + 1] int64: the last one counts what isn't finite. All entries alike: the first bin."""
     counts = tensor.new_zeros(bins + 1, dtype=torch.int64)
-    width = high + minus_low
+    minus_low, width = ends[0], ends.sum()
     scale = torch.where(width > 0, bins / width, 0.0)
     for piece in _pieces(tensor):
         places = ((piece + minus_low) * scale).clamp(0, bins - 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -149,24 +151,37 @@ def _torch_profiler(folder: Path, rank: int, **options: Any) -> Profiler:
         nonlocal cycles
         path = folder / f"trace-{rank}-{cycles}.json"
         cycles += 1
-        profiler.export_chrome_trace(str(path))
         device = torch.accelerator.current_accelerator()
         by = f"self_{device.type if device else 'cpu'}_time_total"
-        table = profiler.key_averages().table(sort_by=by, row_limit=ROWS)
-        path.with_suffix(".txt").write_text(str(table))
+        try:
+            profiler.export_chrome_trace(str(path))
+            table = profiler.key_averages().table(sort_by=by, row_limit=ROWS)
+            path.with_suffix(".txt").write_text(str(table))
+        except (
+            OSError
+        ) as error:  # a full disk; out of here it would leave torch's profiler half stopped
+            print(f"no profile {path}: {error}", file=sys.stderr)
 
-    # Without accumulation across cycles: each has its own trace and table.
+    # torch warns that a cycle's events are gone with it, which is what we want; and where warnings
+    # are errors it then crashes, as it stops what wasn't started (torch 2.13).
+    quiet = warnings.catch_warnings()
+
+    def ignore() -> None:
+        quiet.__enter__()
+        warnings.filterwarnings(
+            "ignore", message=".*Profiler clears events at the end of each cycle"
+        )
+
     profiler: Profiler = torch.profiler.profile(on_trace_ready=write, **options)
-    return profiler
+    return _Several([_AtEnd(ignore, lambda: quiet.__exit__(None, None, None)), profiler])
 
 
 def _pyinstrument(folder: Path, rank: int) -> list[Profiler]:
     try:
-        from pyinstrument import Profiler as Sampler
+        sampler = import_module("pyinstrument").Profiler()
     except ImportError:
         print("no pyinstrument profile: pip install pyinstrument", file=sys.stderr)
         return []
-    sampler = Sampler()
 
     def write() -> None:
         sampler.stop()

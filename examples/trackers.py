@@ -8,6 +8,8 @@ import json
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -46,23 +48,26 @@ class Trackers:
         more: Sequence[Tracker] = (),
     ) -> None:
         makers: dict[str, Callable[[], Tracker]] = {
-            "csv": lambda: CsvTracker(folder / "metrics.csv", step),
-            "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard", step),
-            "wandb": lambda: WandbTracker(folder, project, config or {}, step),
-            "trackio": lambda: TrackioTracker(folder, project, config or {}, step),
+            "csv": partial(CsvTracker, folder / "metrics.csv", step),
+            "tensorboard": partial(TensorBoardTracker, folder / "tensorboard", step),
+            "wandb": partial(WandbTracker, folder, project, config or {}, step),
+            "trackio": partial(TrackioTracker, folder, project, config or {}, step),
         }
         self.open: dict[str, Tracker] = {type(own).__name__: own for own in more}
         for name in names:
-            self._safely(name, lambda name=name: self.open.update({name: makers[name]()}))
+            self._safely(name, partial(self._open, name, makers[name]))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, tracker in list(self.open.items()):
-            self._safely(name, lambda tracker=tracker: tracker.log(metrics, step))
+            self._safely(name, partial(tracker.log, metrics, step))
 
     def close(self) -> None:
         for name, tracker in list(self.open.items()):
             self._safely(name, tracker.close)
         self.open.clear()
+
+    def _open(self, name: str, make: Callable[[], Tracker]) -> None:
+        self.open[name] = make()
 
     def _safely(self, name: str, call: Callable[[], None]) -> None:
         try:
@@ -139,9 +144,7 @@ class WandbTracker:
     """Online, or offline by W&B's own WANDB_MODE. A run that goes on is one run there too."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any], step: int) -> None:
-        import wandb
-
-        self.run: Any = wandb.init(
+        self.run: Any = import_module("wandb").init(
             project=project,
             name=folder.name,
             id=_kept_id(folder / "wandb-id", step),
@@ -161,10 +164,8 @@ class TrackioTracker:
     """Local by default; ``trackio show`` opens it."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any], step: int) -> None:
-        import trackio
-
         name = f"{folder.name}-{_kept_id(folder / 'trackio-id', step)}"
-        self.run: Any = trackio.init(
+        self.run: Any = import_module("trackio").init(
             project=project, name=name, resume="allow", config=_plain(config), embed=False
         )
 

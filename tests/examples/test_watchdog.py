@@ -42,16 +42,21 @@ def test_nothing_moves():
     assert "in stuck" in done.stderr
 
 
-def test_no_alarm_before_the_first_step_nor_while_saving_nor_without_a_watchdog():
+def test_no_alarm_before_the_first_step_nor_while_saving_nor_while_steps_come():
     done = run(
-        "with Watchdog(0.1, slow_seconds=10) as dog:\n"
-        "    time.sleep(0.4); dog.beat(1)\n"
-        "    with dog.slow('saving'): time.sleep(0.4)\n"
-        "    for step in range(8): time.sleep(0.05); dog.beat(step)\n"
-        "with Watchdog(0) as dog: dog.beat(1); time.sleep(0.4)\n"
-        "time.sleep(0.3)"
+        "with Watchdog(0.4, slow_seconds=10) as dog:\n"
+        "    time.sleep(0.5); dog.beat(1)\n"
+        "    with dog.slow('saving'): time.sleep(0.5)\n"
+        "    for step in range(8): time.sleep(0.07); dog.beat(step)"
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_zero_seconds_are_no_watchdog():
+    before = threading.active_count()
+    with Watchdog(0) as dog:
+        dog.beat(1)
+        assert threading.active_count() == before
 
 
 @pytest.mark.parametrize(
