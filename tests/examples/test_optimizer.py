@@ -166,14 +166,17 @@ def test_one_ranks_nan_skips_the_step_on_all_ranks_of_a_mesh():
 @distributed(world_size=2)
 def test_plain_tensors_beside_dtensors_have_groups_of_their_own():
     mesh = ptx.build_mesh(dp_shard=2, device_type="cpu")["dp_shard"]
-    model = nn.Linear(4, 4)
-    model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    nn.init.ones_(model[1].weight)
     optimizer = make_adamw(model, 0.1)
     assert [group["name"] for group in optimizer.param_groups] == ["decay", "no decay"] * 2
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    torch.testing.assert_close(model.weight.full_tensor(), torch.full((4, 4), 0.89))
+    want = torch.full((4, 4), 0.89)
+    torch.testing.assert_close(model[0].weight.full_tensor(), want)
+    torch.testing.assert_close(model[1].weight.detach(), want)
 
 
 def test_the_end_by_steps_or_by_tokens():
