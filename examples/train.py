@@ -1,4 +1,4 @@
-"""Train a Llama-style model on real text; one file for one process and for any dp x tp mesh.
+"""Train a Llama-style model; one file for one process and for any dp x tp mesh.
 
 python examples/train.py
 torchrun --nproc-per-node 4 examples/train.py --tp 2
@@ -8,153 +8,222 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from dataclasses import asdict
 from itertools import islice
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import ptx
-from arguments import Args, check
-from baselines import baselines
+from across_ranks import across_ranks
+from arguments import Args, check, parse
+from batch_stats import LogitsWatch, batch_stats
 from checkpoints import Saves
-from data import TrainBatches, load_corpus, validation_batches
+from data import TOKENIZER, TrainBatches, load_data, validation_batches
 from evaluation import validate
-from generate import generate
+from histograms import Activations
 from losses import make_loss
 from metrics import RunLog
+from models import choose_model, find_pretrained
+from optimizer import SkipNonFinite, make_adamw, steps_of
+from precision import PrecisionProbe
+from profiling import make_profiler
 from schedule import lr_factor
+from timing import StepTimer
+from watchdog import Watchdog
+from wrap_up import finish, note_histograms
 
 
 def main(args: Args) -> None:
     started = time.perf_counter()
     check(args)
-    mesh = ptx.build_mesh(dp_replicate=args.dp_replicate, dp_shard=args.dp_shard, tp=args.tp)
-    device = torch.device(mesh.device_type)
-    log = RunLog(args.out, args.steps, enabled=dist.get_rank() == 0)
-
-    corpus = load_corpus(args.cache, corpus=args.corpus)
-    vocab_size = corpus.tokenizer.get_vocab_size()
-    data = ptx.data_mesh(mesh)
-    batches = TrainBatches(
-        corpus.train, args.seq_len, args.global_batch, data.get_local_rank(), data.size(), args.seed
+    batch, optim, degrees, saving, logging = (
+        args.batches,
+        args.optim,
+        args.parallel,
+        args.saving,
+        args.logging,
+    )
+    mesh = ptx.build_mesh(
+        dp_replicate=degrees.dp_replicate, dp_shard=degrees.dp_shard, tp=degrees.tp
+    )
+    device, rank, world = torch.device(mesh.device_type), dist.get_rank(), dist.get_world_size()
+    readers, losses = ptx.data_mesh(mesh), ptx.loss_mesh(mesh)
+    tokens_per_step = batch.global_batch * batch.seq_len
+    steps = steps_of(optim.steps, optim.tokens, tokens_per_step)
+    log = RunLog(
+        logging.out, steps, enabled=rank == 0, trackers=logging.trackers, config=asdict(args)
     )
 
-    model_args = replace(ptx.preset(args.model), vocab_size=vocab_size, max_seq_len=args.seq_len)
+    pretrained = find_pretrained(args.model, mesh)
+    tokenizer = batch.tokenizer or pretrained or TOKENIZER
+    data = load_data(
+        cache=batch.cache,
+        tokenizer=tokenizer,
+        seed=batch.seed,
+        say=print,
+        **vars(args.data),
+    )
+    batches = TrainBatches(
+        data.train,
+        batch.seq_len,
+        batch.global_batch,
+        readers.get_local_rank(),
+        readers.size(),
+        batch.seed,
+        digest=data.digest,
+    )
+
+    model_args = choose_model(args.model, pretrained, data.vocab_size, batch.seq_len)
     with torch.device("meta"):
         model = ptx.Transformer(model_args)
-    ptx.apply_tp(model, mesh["tp"])
-    if args.ac != "none":
-        ptx.apply_ac(model, args.ac)
-    if args.compile:
-        ptx.apply_compile(model)
+    plan = ptx.tp_plan(model, whole_attention=not model_args.heads_split(degrees.tp))
+    ptx.apply_tp(model, mesh["tp"], plan)
+    if degrees.ac != "none":
+        ptx.apply_ac(model, degrees.ac)
+    if degrees.compile:
+        ptx.apply_compile(model, mode=degrees.compile_mode)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     ptx.apply_fsdp2(
         model,
         ptx.fsdp_mesh(mesh),
-        mp_policy=bf16 if args.dtype == "bf16" else MixedPrecisionPolicy(),
-        reshard_after_forward=args.reshard_after_forward,
+        mp_policy=bf16 if optim.dtype == "bf16" else MixedPrecisionPolicy(),
+        reshard_after_forward=degrees.reshard_after_forward,
     )
-    ptx.materialize(model, device, seed=args.seed)
+    if pretrained is None:
+        ptx.materialize(model, device, seed=batch.seed)
+    else:
+        ptx.load_hf(model, pretrained)
 
-    optimizer = torch.optim.AdamW(
-        model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    optimizer = make_adamw(
+        model,
+        optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_factor(step, warmup=args.warmup, steps=args.steps)
+        optimizer, lambda step: lr_factor(step, warmup=optim.warmup, steps=steps)
     )
-    loss_sum = make_loss(args.loss, mesh, vocab_size)
+    skip = SkipNonFinite(optim.skip_patience)
+    loss_sum = make_loss(
+        optim.loss,
+        mesh,
+        data.vocab_size if pretrained is None else model_args.vocab_size,
+        chunk=optim.loss_chunk,
+        end_id=data.end_id if batch.document_mask else None,
+    )
 
-    sample = torch.zeros(args.global_batch, args.seq_len, dtype=torch.int64)
+    sample = torch.zeros(batch.global_batch, batch.seq_len, dtype=torch.int64)
     flops = ptx.estimate_flops_fake(model, sample)  # of a step, on all ranks together
-    peak = ptx.peak_flops(dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32)
-    tokens_per_step = sample.numel()
-    losses = ptx.loss_mesh(mesh)
-    parameters = sum(p.numel() for p in model.parameters())
-
-    state = ptx.train_state(model, optimizer, schedule=schedule, data=batches)
-    with Saves(args.ckpt_dir, args.save_interval, args.keep) as saves:
-        start = saves.resume(state) if args.resume else 0
+    peak = ptx.peak_flops(dtype=torch.bfloat16 if optim.dtype == "bf16" else torch.float32)
+    timer, logits, probe = StepTimer(device), LogitsWatch(model), PrecisionProbe(model)
+    activations = Activations(model) if logging.histograms else None
+    state = ptx.train_state(model, optimizer, schedule=schedule, data=batches, skip=skip)
+    watchdog = Watchdog(saving.watchdog, rank, world)
+    profiler = make_profiler(logging.out / "profile", rank, **vars(args.profiling))
+    saves = Saves(
+        saving.ckpt_dir,
+        saving.save_interval,
+        saving.keep,
+        keep_every=saving.keep_every,
+        stage_dir=saving.stage_dir,
+    )
+    with watchdog, profiler, saves:
+        start = saves.resume(state) if saving.resume else 0
         log.open(start, start * tokens_per_step)
-        log.say(f"{parameters / 1e6:.1f} M parameters, {dist.get_world_size()} processes")
+        parameters = sum(p.numel() for p in model.parameters())
+        log.say(f"{data.describe()}\n{parameters / 1e6:.1f} M parameters, {world} processes")
         if start:
             log.say(f"going on after step {start}")
-        logged_at, logged_step, valid_loss = time.perf_counter(), start, math.nan
+        valid_loss = math.nan
 
-        for step, (tokens, labels) in enumerate(islice(batches, args.steps - start), start + 1):
+        todo = timer.data(islice(batches, max(0, steps - start)))
+        for step, (tokens, labels) in enumerate(todo, start + 1):
+            last, seen = step == steps, {"train/tokens_seen": float(step * tokens_per_step)}
+            logged = step % logging.log_every == 0 or step == start + 1 or last
             tokens, labels = tokens.to(device), labels.to(device)
-            micro_batches = list(zip(tokens.chunk(args.grad_accum), labels.chunk(args.grad_accum)))
+            micro_batches = list(
+                zip(tokens.chunk(batch.grad_accum), labels.chunk(batch.grad_accum))
+            )
             scale = ptx.token_scale(labels, losses)
             mean_loss = torch.zeros((), device=device)
+            logits.on = logged
+            if activations:
+                activations.on = step % logging.valid_every == 0 or last
             for i, (inputs, targets) in enumerate(micro_batches, 1):
                 with ptx.accumulate_grads(model, last=i == len(micro_batches)):
-                    loss = loss_sum(model, inputs, targets) * scale
-                    loss.backward()
+                    with timer.part("forward"):
+                        loss = loss_sum(model, inputs, targets) * scale
+                    with timer.part("backward"):
+                        loss.backward()
                 mean_loss += loss.detach()
 
-            logged = step % args.log_every == 0 or step in (start + 1, args.steps)
             stats = ptx.model_stats(model).flat() if logged else {}
-            norm = ptx.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            norm = ptx.clip_grad_norm_(model.parameters(), optim.max_grad_norm or math.inf)
             lr = schedule.get_last_lr()[0]
+            skip.before_step(norm, optimizer, step)
             optimizer.step()
             schedule.step()
+            if step == start + 1:
+                log.note("precision", probe.summary(optimizer, loss))
+            if activations and activations.on:
+                note_histograms(log, step, model, activations, mesh)
             optimizer.zero_grad()
 
             if logged:
                 dist.all_reduce(mean_loss, dist.ReduceOp.AVG, losses.get_group())
-                seconds = (time.perf_counter() - logged_at) / (step - logged_step)
-                logged_at, logged_step = time.perf_counter(), step
+                times = timer.flat()
                 speed = ptx.throughput(
-                    flops, tokens_per_step, seconds, devices=dist.get_world_size(), peak=peak
-                )
+                    flops, tokens_per_step, times["train/dt"], devices=world, peak=peak
+                ).flat()
+                memory = ptx.memory_report(device).flat()
                 log.step(
                     {
                         "train/iter": step,
+                        "train/epoch": batches.consumed // batches.epoch_size,
                         "train/loss": mean_loss.item(),
-                        "train/dt": seconds,
-                        "train/tokens_seen": step * tokens_per_step,
                         "grad/norm_preclip": norm.item(),
                         "opt/lr": float(lr),
-                        **speed.flat(),
+                        "opt/skipped": skip.skipped,
+                        **seen,
+                        **times,
+                        **speed,
                         **stats,
-                        **ptx.memory_report(device).flat(),
+                        **batch_stats(tokens, labels, losses, logits=logits),
+                        **memory,
+                        **across_ranks(times | memory, device),
                     }
                 )
-            if step % args.valid_every == 0 or step == args.steps:
+            watchdog.beat(step)
+            profiler.step()
+            if step % logging.valid_every == 0 or last:
                 held_out = validation_batches(
-                    corpus.valid,
-                    args.seq_len,
-                    args.global_batch,
-                    data.get_local_rank(),
-                    data.size(),
+                    data.valid,
+                    batch.seq_len,
+                    batch.global_batch,
+                    readers.get_local_rank(),
+                    readers.size(),
                 )
-                held_out = islice(held_out, args.valid_batches or None)
-                valid_loss = validate(model, held_out, loss_sum, mesh)
-                log.say(f"step {step:5d}/{args.steps}  validation loss {valid_loss:.4f}")
-                log.record({"train/tokens_seen": step * tokens_per_step, "valid/loss": valid_loss})
-                logged_at, logged_step = time.perf_counter(), step  # that isn't training speed
-
-            if cost := saves.after(step, state, last=step == args.steps):
-                log.record({"train/tokens_seen": step * tokens_per_step, **cost})
+                held_out = islice(held_out, logging.valid_batches or None)
+                logits.on = False
+                with timer.paused(), watchdog.slow("validating"):
+                    valid_loss = validate(model, held_out, loss_sum, mesh)
+                log.say(f"step {step:5d}/{steps}  validation loss {valid_loss:.4f}")
+                log.record({**seen, "valid/loss": valid_loss})
+            with watchdog.slow("saving"):
+                cost = saves.after(step, state, last=last)
             if start and step == start + 1:
-                restart = {"train/restart_seconds": time.perf_counter() - started}
-                log.record({"train/tokens_seen": step * tokens_per_step, **restart})
+                cost["train/restart_seconds"] = time.perf_counter() - started
+            if cost:
+                log.record(seen | cost)
             if saves.stopping:
                 log.say(f"stopped after step {step}, saved")
                 return log.close()
 
-    text = generate(
-        model, corpus.tokenizer, args.prompt, new_tokens=60, seq_len=args.seq_len, device=device
-    )
-    floors = baselines(corpus.train, corpus.valid, vocab_size)
-    log.say(f"\n{text}\n\nvalidation loss, nats per token:")
-    for name, nats in {**floors, args.model: valid_loss}.items():
-        log.say(f"  {name:10s} {nats:.3f}")
-    log.plot({name: floors[name] for name in ("unigram", "bigram")})
-    log.close()
+    finish(args, model, data, log, valid_loss=valid_loss, tokenizer=tokenizer, device=device)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse())
