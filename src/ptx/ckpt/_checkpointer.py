@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import atexit
-import operator
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
 
 import torch.distributed as dist
 
 from ptx.ckpt import _disk
-from ptx.ckpt._agree import new_layout, vote
-from ptx.ckpt._in_flight import InFlight, Save, SaveHandle
+from ptx.ckpt._agree import vote
+from ptx.ckpt._exit import at_exit_hook, finish_dropped
+from ptx.ckpt._in_flight import InFlight, SaveHandle
 from ptx.ckpt._layout import signature
 from ptx.ckpt._match import Options
+from ptx.ckpt._options import check_options, checked_step
 from ptx.ckpt._parts import Part, Stateful
-from ptx.ckpt._prepare import Prepared, prepare
+from ptx.ckpt._prepare import prepare
 from ptx.ckpt._ranks import Ranks
 from ptx.ckpt._resume import load_newest
 from ptx.ckpt._root import open_root
 from ptx.ckpt._slots import Layout
+from ptx.ckpt._stage import lay_out, stage
 from ptx.ckpt._state import part_of
 
 
@@ -73,8 +75,8 @@ class AsyncCheckpointer:
         on_busy: Literal["wait", "skip"] = "wait",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        _check_options(keep, keep_every, slots, on_busy)
-        self._keep, self._keep_every = keep, keep_every
+        check_options(keep, keep_every, slots, on_busy)
+        self._retention = {"keep": keep, "keep_every": keep_every}
         self._on_busy = on_busy
         self._ranks = Ranks(process_group)
         self.root = open_root(root, self._ranks)
@@ -83,8 +85,8 @@ class AsyncCheckpointer:
         self._meta: Any = None
         self._closed = False
         # Both hold no reference to this: who drops it without closing loses nothing either.
-        self._at_exit = _at_exit_hook(weakref.ref(self), os.getpid())
-        self._dropped = weakref.finalize(self, _finish_dropped, self._flight, os.getpid())
+        self._at_exit = at_exit_hook(weakref.ref(self), os.getpid())
+        self._dropped = weakref.finalize(self, finish_dropped, self._flight, os.getpid())
         self._dropped.atexit = False
 
     @property
@@ -126,7 +128,7 @@ class AsyncCheckpointer:
         number, ready, folder, error = 0, None, None, None
         token = int.from_bytes(os.urandom(7), "big")
         try:
-            number = _checked_step(step)
+            number = checked_step(step)
             parts = {key: part_of(key, value, where="save") for key, value in state.items()}
             ready = prepare(parts, meta, self._ranks.rank)
             changed = self._layout is None or self._layout.signature != signature(ready.tensors)
@@ -141,14 +143,15 @@ class AsyncCheckpointer:
             )
             assert ready is not None
             if changed:
-                self._lay_out(ready)
+                self._layout = lay_out(self._flight, self._ranks, ready)
         except BaseException:
             if folder:
                 _disk.discard(os.fspath(self.root), folder)
             raise
         save = flight.add(number, f".saving-{number}-{token:014x}")
         try:
-            self._stage(save, slot, ready, split_is_equal)
+            assert self._layout is not None
+            stage(flight, save, slot, self._layout, ready, split_is_equal, self._retention)
         except Exception as problem:  # the next round tells all ranks
             save.failure = f"{type(problem).__name__}: {problem}"
         handle = flight.handle(save)
@@ -282,81 +285,3 @@ class AsyncCheckpointer:
         self._dropped.detach()
         self._flight.close()
         self._ranks.close()
-
-    def _lay_out(self, ready: Prepared) -> None:
-        error: Exception | None = None
-        layout = new_layout(self._ranks, ready)
-        try:
-            self._flight.lay_out(layout, len(layout.index) + len(layout.dcp))
-        except Exception as problem:
-            error = problem
-        self._ranks.raise_together(error)
-        self._layout = layout
-
-    def _stage(self, save: Save, slot: int, ready: Prepared, split_is_equal: bool) -> None:
-        """Copy the state into the slot, and have it written."""
-        layout, ranks = self._layout, self._ranks
-        assert layout is not None
-        sections = [ready.own_section(split_is_equal)]
-        if ranks.rank == 0:
-            body = ready.body(save.step, save.folder, ranks.size, split_is_equal, layout.index)
-            sections += [body, layout.dcp]
-        buffer = self._flight.slots[slot]
-        buffer.lay_out(layout, sum(map(len, sections)))
-        buffer.stage(ready.tensors)
-        job = {
-            "data_bytes": layout.data_bytes,
-            "keep": self._keep,
-            "keep_every": self._keep_every,
-        }
-        self._flight.write(save, slot, sections, job)
-
-
-def _check_options(keep: Any, keep_every: Any, slots: Any, on_busy: Any) -> None:
-    wrong = [
-        f"{name} must be an integer of at least 1, got {value!r}"
-        for name, value in {"keep": keep, "keep_every": keep_every, "slots": slots}.items()
-        if not (value is None and name != "slots")
-        and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
-    ]
-    if on_busy not in ("wait", "skip"):
-        wrong.append(f"on_busy must be 'wait' or 'skip', got {on_busy!r}")
-    if keep is None and keep_every is not None:
-        wrong.append("keep_every exempts steps from keep, which isn't given")
-    if wrong:
-        raise ValueError("AsyncCheckpointer: " + "; ".join(wrong))
-
-
-def _checked_step(step: SupportsIndex) -> int:
-    if isinstance(step, bool) or not isinstance(step, SupportsIndex):
-        raise ValueError(f"save: step must be an integer, got {step!r}")
-    number = operator.index(step)
-    if not 0 <= number < 2**62:  # travels as int64
-        raise ValueError(f"save: step must be 0 or more, got {number}")
-    return number
-
-
-def _finish_dropped(flight: InFlight, pid: int) -> None:
-    """For who never called close."""
-    if os.getpid() == pid:
-        problems = flight.finish_alone()
-        flight.close()
-        if problems:
-            sys.stderr.write(f"AsyncCheckpointer: dropped with {'; '.join(problems)}\n")
-
-
-def _at_exit_hook(reference: weakref.ref[AsyncCheckpointer], pid: int) -> Callable[[], None]:
-    def at_exit() -> None:
-        it = reference()
-        if it is None or it._closed or os.getpid() != pid:
-            return
-        problems = it._flight.finish_alone()
-        it._flight.close()
-        if problems:
-            sys.stderr.write(f"AsyncCheckpointer: unfinished at exit: {'; '.join(problems)}\n")
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)  # an exception here would leave the exit code at 0
-
-    atexit.register(at_exit)
-    return at_exit
