@@ -22,10 +22,24 @@ class Saves:
         root: Where the checkpoints go; None: nothing is saved or loaded.
         interval: Steps between saves; 0: only the last step's.
         keep: How many to keep; None: all.
+        keep_every: Steps that this divides are kept as well.
+        stage_dir: A fast folder of this node to write to first; needed if ``root`` is a URL.
     """
 
-    def __init__(self, root: Path | None, interval: int, keep: int | None) -> None:
-        self.checkpointer = None if root is None else ptx.AsyncCheckpointer(root, keep=keep)
+    def __init__(
+        self,
+        root: Path | str | None,
+        interval: int,
+        keep: int | None,
+        *,
+        keep_every: int | None = None,
+        stage_dir: Path | None = None,
+    ) -> None:
+        self.checkpointer = None
+        if root is not None:
+            self.checkpointer = ptx.AsyncCheckpointer(
+                root, keep=keep, keep_every=keep_every, stage_dir=stage_dir
+            )
         self.interval = interval
         self.stopping = False
         self._terminated = False

@@ -76,3 +76,8 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 
 def data_files(root: Path, step: int) -> list[Path]:
     return sorted((root / f"step-{step}").glob("*.distcp"))
+
+
+def listed(root: Path) -> list[str]:
+    """What is in a root, but for the lock of who saves there."""
+    return sorted(set(os.listdir(root)) - {".lock"})

@@ -27,6 +27,7 @@ from ckpt.small import (
     Small,
     data_files,
     flip,
+    listed,
     save_filled,
     stopped_writer,
     writer_pid,
@@ -231,7 +232,7 @@ def test_a_crash_between_the_renames_of_a_replaced_step_loses_nothing(tmp_path: 
         assert checkpointer.latest() == 7
         assert checkpointer.load(small.state) == 7
         save_filled(checkpointer, small, 7)
-        _eventually(lambda: sorted(os.listdir(tmp_path)) == ["step-6", "step-7"])
+        _eventually(lambda: listed(tmp_path) == ["step-6", "step-7"])
 
 
 def test_a_strange_folder_of_the_same_name_is_moved_aside_not_deleted(tmp_path: Path) -> None:
@@ -386,7 +387,7 @@ def test_a_full_disk_raises_leaves_no_files_and_the_previous_step_loads(tmp_path
             RuntimeError, match=r"save of step 2 failed: rank 0: OSError.*too large"
         ):
             checkpointer.wait()
-        _eventually(lambda: os.listdir(tmp_path) == ["step-1"])
+        _eventually(lambda: listed(tmp_path) == ["step-1"])
         assert checkpointer.load(small.state) == 1
         assert small.values() == {1.0}
 
@@ -423,7 +424,7 @@ def test_a_dead_writer_is_noticed_at_the_next_poll_and_restarted(tmp_path: Path)
         checkpointer.poll()  # surfaced once
         save_filled(checkpointer, small, 3)
         assert checkpointer.steps() == [1, 3]
-        assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
+        assert listed(tmp_path) == ["step-1", "step-3"]
 
 
 def test_a_writer_that_dies_idle_costs_nothing(
@@ -535,6 +536,7 @@ def test_closed_means_closed(tmp_path: Path) -> None:
         ({"keep": True}, "keep must be"),
         ({"keep_every": 5}, "keep_every exempts"),
         ({"on_busy": "drop"}, "on_busy must be 'wait' or 'skip', got 'drop'"),
+        ({"stage_dir": "s3://x/y"}, "stage_dir must be a folder, got the URL 's3://x/y'"),
     ],
 )
 def test_options_are_checked(tmp_path: Path, options: Any, message: str) -> None:

@@ -40,7 +40,7 @@ def _model(sharded: bool) -> tuple[nn.Module, dict[str, Any], list[int]]:
     return model, train_state(model, optimizer, count=count), count
 
 
-def train_for_ever(root: str) -> None:
+def train_for_ever(root: str, stage: str | None) -> None:
     """Resumes, then saves step after step; every tensor of step n is n."""
     faulthandler.register(signal.SIGUSR1)
     _writer_process.ORPHAN_SECONDS = ORPHAN_SECONDS
@@ -48,7 +48,7 @@ def train_for_ever(root: str) -> None:
     model(torch.ones(1, 500)).sum().backward()
     optimizer = state["optimizer"].optimizers[0]
     optimizer.step()
-    checkpointer = AsyncCheckpointer(root, keep=3)
+    checkpointer = AsyncCheckpointer(root, keep=1 if stage else 3, stage_dir=stage)
     step = checkpointer.load(state) or 0
     while True:
         step += 1
@@ -66,9 +66,9 @@ def train_for_ever(root: str) -> None:
             dist.barrier()
 
 
-def start_ranks(root: str, folder: str) -> list[Any]:
+def start_ranks(root: str, stage: str | None, folder: str) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
-    payload = pickle.dumps(((root,), {}))
+    payload = pickle.dumps(((root, stage), {}))
     target = (train_for_ever.__module__, train_for_ever.__qualname__, payload)
     ranks = []
     for rank in range(WORLD):
@@ -104,11 +104,11 @@ def _stacks(ranks: list[Any], folder: str) -> str:
     return "\n".join(path.read_text() for path in Path(folder).glob("output-*"))
 
 
-def kill_once(root: Path, generator: random.Random) -> str:
+def kill_once(root: Path, stage: str | None, generator: random.Random) -> str:
     """One incarnation of the run, and its end."""
     before = max(steps_in(root), default=0)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = start_ranks(str(root), folder)
+        ranks = start_ranks(str(root), stage, folder)
         try:
             if started := generator.random() < 0.8:
                 assert _wait(lambda: max(steps_in(root), default=0) > before), _stacks(
@@ -150,12 +150,12 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def check_kills(root: Path, seed: int, count: int) -> None:
+def check_kills(root: Path, seed: int, count: int, stage: str | None = None) -> None:
     generator = random.Random(seed)
     model, state, number = _model(sharded=False)
     last = 0
     for i in range(count):
-        whom = kill_once(root, generator)
+        whom = kill_once(root, stage, generator)
         # Writers finish what all of them can finish, and go.
         assert _wait(lambda: not writers_on(str(root))), "a writer stays behind"
         where = f"kill {i} of {whom}, seed {seed}"
@@ -179,6 +179,16 @@ def check_kills(root: Path, seed: int, count: int) -> None:
 
 def test_random_kills_never_lose_or_mix_a_commit(tmp_path: Path) -> None:
     check_kills(tmp_path / "root", seed=0, count=8)
+
+
+def test_random_kills_with_a_stage_never_lose_or_mix_a_commit(tmp_path: Path) -> None:
+    check_kills(tmp_path / "root", seed=0, count=4, stage=str(tmp_path / "stage"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_random_kills_with_a_stage_never_lose_or_mix_a_commit(tmp_path: Path) -> None:
+    check_kills(tmp_path / "root", seed=6, count=60, stage=str(tmp_path / "stage"))
 
 
 @pytest.mark.slow

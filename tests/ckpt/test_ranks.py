@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ptx
-from ckpt.small import Small, save_filled, stopped_writer, writer_pid
+from ckpt.small import Small, listed, save_filled, stopped_writer, writer_pid
 from ckpt.training import start
 from collectives import CollectiveLog
 from harness import distributed, run
@@ -71,7 +71,7 @@ def test_all_ranks_raise_at_once_and_the_next_save_is_fine(tmp_path: Path) -> No
         assert "'y' differs" in error_of(lambda: c.save(1, keys))
         shapes = train_state(nn.Linear(2, 2 + rank))
         assert "'model.weight' is torch.float32 (2, 2)" in error_of(lambda: c.save(1, shapes))
-        assert os.listdir(tmp_path) == []
+        assert listed(tmp_path) == []
         save_filled(c, small, 1)
         assert c.load(small.state) == 1
         text = error_of(lambda: c.load({"x": 3} if rank else small.state))
@@ -128,7 +128,7 @@ def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_no_files(tmp_path: Pat
         c.save(2, small.state)
         assert "rank 1: OSError: [Errno 27] File too large" in error_of(c.wait)
         dist.barrier()
-        _eventually(lambda: os.listdir(tmp_path) == ["step-1"])
+        _eventually(lambda: listed(tmp_path) == ["step-1"])
         assert c.load(small.state) == 1
         assert small.values() == {1.0}
 

@@ -7,6 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
 
@@ -18,15 +19,16 @@ from ptx.ckpt._exit import at_exit_hook, finish_dropped
 from ptx.ckpt._in_flight import InFlight, SaveHandle
 from ptx.ckpt._layout import signature
 from ptx.ckpt._match import Options
-from ptx.ckpt._options import check_options, checked_step
+from ptx.ckpt._options import check_options, checked_step, new_token
 from ptx.ckpt._parts import Part, Stateful
 from ptx.ckpt._prepare import prepare
 from ptx.ckpt._ranks import Ranks
-from ptx.ckpt._resume import load_newest
-from ptx.ckpt._root import open_root
+from ptx.ckpt._resume import Source, load_newest
+from ptx.ckpt._root import open_root, open_stage
 from ptx.ckpt._slots import Layout
 from ptx.ckpt._stage import lay_out, stage
 from ptx.ckpt._state import part_of
+from ptx.ckpt._store import is_url
 
 
 class AsyncCheckpointer:
@@ -44,16 +46,21 @@ class AsyncCheckpointer:
     all. Linux only.
 
     Args:
-        root: A folder that all ranks share. Made if need be.
-        keep: How many of the newest steps to keep; older ones are deleted once a newer one is
-            committed, and never the one just committed. None: all.
+        root: A folder that all ranks share, made if need be; or the URL of one, which goes through
+            fsspec and needs ``stage_dir``.
+        keep: How many of the newest whole steps to keep; older ones are deleted once a newer one is
+            committed, but never the one just committed, or one that is being loaded. None: all.
         keep_every: Steps divisible by this are kept as well.
         slots: Buffers, each as large as what this rank writes: how many saves can be in flight.
         on_busy: What a save does while all slots are busy on some rank: wait, or be skipped on all.
+        stage_dir: A fast folder of this node, for ranks to share or not. Writers write here first,
+            which frees the slot, and copy to ``root`` in the background. Nothing in it is ever
+            loaded; it needs room for ``slots`` saves of its ranks.
         process_group: A gloo group of the ranks; None: a new one over all.
 
     Raises:
-        ValueError: An option is out of range, or the group can't communicate CPU tensors.
+        ValueError: An option is out of range, the group can't communicate CPU tensors, fsspec or
+            what it needs for the URL isn't installed, or ``stage_dir`` can't be written to.
         RuntimeError: ``root`` can't be made, or isn't the same folder on all ranks.
 
     Cost: the first save starts the writer and allocates ``slots`` x the state of this rank, each
@@ -73,14 +80,18 @@ class AsyncCheckpointer:
         keep_every: int | None = None,
         slots: int = 2,
         on_busy: Literal["wait", "skip"] = "wait",
+        stage_dir: str | os.PathLike[str] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_options(keep, keep_every, slots, on_busy)
+        check_options(keep, keep_every, slots, on_busy, root, stage_dir)
         self._retention = {"keep": keep, "keep_every": keep_every}
         self._on_busy = on_busy
         self._ranks = Ranks(process_group)
-        self.root = open_root(root, self._ranks)
-        self._flight = InFlight(self.root, self._ranks, slots)
+        store = open_root(root, self._ranks)
+        stage = open_stage(stage_dir, self._ranks)
+        self.root = store.root if is_url(root) else Path(store.root)
+        self._flight = InFlight(store, self._ranks, slots, stage)
+        self._source = Source(store, stage, self._flight.damaged)
         self._layout: Layout | None = None
         self._meta: Any = None
         self._closed = False
@@ -117,8 +128,8 @@ class AsyncCheckpointer:
 
         Raises:
             ValueError: The state can't be saved, or isn't equal on all ranks, by name.
-            RuntimeError: The folder can't be written, or an earlier save failed since the last
-                ``poll``; then this one hasn't begun.
+            RuntimeError: The folder can't be written, another job saves to it, or an earlier save
+                failed since the last ``poll``; then this one hasn't begun.
         """
         self._require_open("save")
         flight = self._flight
@@ -126,15 +137,16 @@ class AsyncCheckpointer:
         if slot is None:
             return None
         number, ready, folder, error = 0, None, None, None
-        token = int.from_bytes(os.urandom(7), "big")
+        token = new_token()
         try:
             number = checked_step(step)
             parts = {key: part_of(key, value, where="save") for key, value in state.items()}
             ready = prepare(parts, meta, self._ranks.rank)
             changed = self._layout is None or self._layout.signature != signature(ready.tensors)
             if self._ranks.rank == 0:
-                folder = f".saving-{number}-{token:014x}"
-                os.mkdir(self.root / folder)
+                flight.lock.hold()
+                folder = flight.store.attempt(number, token)
+                flight.store.make(folder)
         except Exception as problem:
             ready, changed, folder, error = None, False, None, problem
         try:
@@ -146,9 +158,9 @@ class AsyncCheckpointer:
                 self._layout = lay_out(self._flight, self._ranks, ready)
         except BaseException:
             if folder:
-                _disk.discard(os.fspath(self.root), folder)
+                flight.store.discard(folder)
             raise
-        save = flight.add(number, f".saving-{number}-{token:014x}")
+        save = flight.add(number, flight.store.attempt(number, token))
         try:
             assert self._layout is not None
             stage(flight, save, slot, self._layout, ready, split_is_equal, self._retention)
@@ -203,7 +215,7 @@ class AsyncCheckpointer:
             error = problem
         self._ranks.raise_together(error)
         options = Options(allow_missing, allow_unexpected, allow_cast)
-        loaded = load_newest(os.fspath(self.root), self._ranks, parts, step, options)
+        loaded = load_newest(self._source, self._ranks, parts, step, options)
         if loaded is None:
             return None
         self._meta = loaded.meta
@@ -211,17 +223,18 @@ class AsyncCheckpointer:
 
     def steps(self) -> list[int]:
         """The committed steps, ascending, as this rank sees the folder."""
-        folders = _disk.step_folders(os.fspath(self.root))
-        return [s for s, f in folders.items() if os.path.exists(os.path.join(f, _disk.MANIFEST))]
+        store = self._flight.store
+        return sorted({step for step, path in store.folders() if store.has_manifest(path)})
 
     def latest(self) -> int | None:
         """The newest step with a whole manifest and all files, as this rank sees the folder.
 
         It was durable before it got its name; its bytes are verified by ``load`` and `verify`.
         """
-        for step, folder in reversed(_disk.step_folders(os.fspath(self.root)).items()):
+        store = self._flight.store
+        for step, path in store.folders():
             try:
-                _disk.check_sizes(folder, _disk.read_manifest(folder)[1])
+                store.check_sizes(path, store.manifest(path)[1])
             except _disk.DamagedError:
                 continue
             return step

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptx.ckpt import _disk
+from ptx.ckpt._lock import RootLock
 from ptx.ckpt._ranks import Maximum, Ranks
 from ptx.ckpt._slots import Layout, Slot
+from ptx.ckpt._store import Store, is_url
 from ptx.ckpt._writer_process import WriterProcess
 
 LOG = logging.getLogger("ptx.ckpt")
@@ -45,10 +45,10 @@ class Save:
 class SaveHandle:
     """A save under way, or done."""
 
-    def __init__(self, save: Save, path: Path, wait: Callable[[Save], None]) -> None:
+    def __init__(self, save: Save, path: Path | str, wait: Callable[[Save], None]) -> None:
         self._save = save
         self._wait = wait
-        self.path = path  # the folder that it becomes
+        self.path = path  # the folder that it becomes; a string if the root is a URL
 
     @property
     def step(self) -> int:
@@ -81,9 +81,13 @@ class InFlight:
     so nobody waits; what it says is the same on all ranks, so all raise in the same poll.
     """
 
-    def __init__(self, root: Path, ranks: Ranks, slots: int) -> None:
-        self.root = root
+    def __init__(self, store: Store, ranks: Ranks, slots: int, stage: str | None) -> None:
+        self.store = store
         self.ranks = ranks
+        self.lock = RootLock(store.lock_file(), store.root)
+        self.damaged: list[str] = []  # attempts that a load found damaged
+        self._stage = stage
+        self._run = ""
         self.slots = [Slot() for _ in range(slots)]
         self.pending: list[Save] = []
         self._users: list[Save | None] = [None] * slots
@@ -94,6 +98,7 @@ class InFlight:
 
     def poll(self) -> None:
         """Read the last round, and start the next one if something is in flight."""
+        self.lock.beat()
         self._take(0.0)
         self._read_round()
         if self.pending:
@@ -140,7 +145,8 @@ class InFlight:
         return self.pending[-1]
 
     def handle(self, save: Save) -> SaveHandle:
-        return SaveHandle(save, self.root / f"step-{save.step}", self.wait_for)
+        path = self.store.committed_path(save.step, save.folder)
+        return SaveHandle(save, path if is_url(path) else Path(path), self.wait_for)
 
     def write(self, save: Save, slot: int, sections: list[bytes], job: dict[str, Any]) -> None:
         """Hand a staged slot to the writer."""
@@ -158,6 +164,7 @@ class InFlight:
                 "slot_bytes": self.slots[slot].size,
                 "sections": [len(section) for section in sections],
                 "world_size": self.ranks.size,
+                "damaged": self.damaged,
             }
         )
         save.slot, self._users[slot] = slot, save
@@ -181,16 +188,25 @@ class InFlight:
         for slot in self.slots:
             slot.free()
         self.slots = []
+        self.lock.release()
 
     def _send(self, job: dict[str, Any]) -> None:
         if self._writer is None:
-            self._writer = WriterProcess(self.root, self.ranks.rank, [s.fd for s in self.slots])
+            self._run = self._run or job["folder"].rpartition("-")[2]  # equal on all ranks
+            self._writer = WriterProcess(
+                self.store.root,
+                self.ranks.rank,
+                [slot.fd for slot in self.slots],
+                stage=self._stage,
+                run=self._run,
+                lock=self.lock.token,
+            )
             self._fresh = True
         old: list[str] = []
         if self._fresh and self.ranks.rank == 0:
             # Listed now: a later save's folder must not be among them when the writer gets to it.
             own = {one.folder for one in self.pending}
-            old = [name for name in _disk.leftovers(os.fspath(self.root)) if name not in own]
+            old = [name for name in self.store.leftovers() if name not in own]
         self._writer.send({**job, "leftovers": old})
         self._fresh = False
 
@@ -205,9 +221,9 @@ class InFlight:
             event = report["event"]
             if event in ("unwritten", "failed"):
                 one.failure = one.failure or report["text"]
-            elif event == "committed" or self.ranks.rank > 0:
+            elif event == "committed" or (event == "written" and self.ranks.rank > 0):
                 one.finished = True
-            if event in ("unwritten", "written"):
+            if event in ("unwritten", "staged", "written"):
                 self._release(one)
         if self._writer.ended:
             self._bury(self._writer)
@@ -219,7 +235,7 @@ class InFlight:
         self._writer = None
         for one in self.pending:
             if not one.finished and not one.failure:
-                if self.ranks.rank == 0 and self._is_committed(one):
+                if self.ranks.rank == 0 and self.store.is_committed(one.step, one.folder):
                     one.finished = True  # it died before it could say so
                 else:
                     one.failure = f"the writer process died ({how})"
@@ -232,13 +248,6 @@ class InFlight:
         if one.slot is not None:
             self._users[one.slot] = None
             one.slot = None
-
-    def _is_committed(self, one: Save) -> bool:
-        try:
-            _, manifest = _disk.read_manifest(os.fspath(self.root / f"step-{one.step}"))
-        except _disk.DamagedError:
-            return False
-        return bool(manifest["attempt"] == one.folder)
 
     def _start_round(self) -> None:
         finished = [one.seq for one in self.pending if one.finished]
@@ -276,7 +285,7 @@ class InFlight:
                 if self._writer is not None:
                     self._writer.send({"abort": one.seq})
                 if self.ranks.rank == 0:
-                    _disk.discard(os.fspath(self.root), one.folder)
+                    self.store.discard(one.folder)
         if failed:
             raise RuntimeError(
                 "; ".join(f"save of step {one.step} failed: {one.error}" for one in failed)

@@ -86,6 +86,11 @@ class Files:
                 self._bytes[name] = torch.frombuffer(self._map(name), dtype=torch.uint8)
         return self._bytes[name]
 
+    def close(self) -> None:
+        """Forget the files; maps that tensors still use go with them."""
+        self._bytes.clear()
+        self._maps.clear()
+
     def check(self, name: str, chunks: list[int]) -> None:
         """Compare chunks with their checksums; raises `DamagedError`."""
         entry = self.step.files[name]
@@ -107,12 +112,15 @@ class Files:
 
     def _map(self, name: str) -> mmap.mmap:
         if name not in self._maps:
-            fd = os.open(os.path.join(self.step.folder, name), os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._open(name)
             try:
                 self._maps[name] = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
             finally:
                 os.close(fd)
         return self._maps[name]
+
+    def _open(self, name: str) -> int:
+        return os.open(os.path.join(self.step.folder, name), os.O_RDONLY | os.O_CLOEXEC)
 
 
 def verify_share(files: Files, reads: Iterable[Copy], rank: int, world_size: int) -> list[str]:

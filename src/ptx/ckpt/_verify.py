@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from ptx.ckpt import _disk
+from ptx.ckpt._store import ATTEMPT, Store, is_url, open_store
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class VerifyReport:
 
     Attributes:
         steps: That were looked at, ascending.
-        damage: By step, file and offset; of a file the first.
+        damage: By step, file and offset; each chunk of 4 MiB on its own.
         bytes: That were read and compared.
     """
 
@@ -51,7 +51,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     Works anywhere the files are, without torch.distributed; nothing is changed.
 
     Args:
-        path: A step's folder (``runs/a/step-500``), or the root that holds them.
+        path: A step's folder (``runs/a/step-500``), or the root that holds them; or the URL of one.
 
     Returns:
         A report; ``report.ok``, ``report.damage`` and ``print(report)``.
@@ -61,25 +61,47 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
     Cost: one read of all bytes, on one core.
     """
-    name = os.path.basename(os.path.abspath(path))
-    if match := _disk.STEP.fullmatch(name):
-        folders = {int(match[1]): str(path)} if Path(path).is_dir() else {}
-    else:
-        folders = _disk.step_folders(str(path)) if Path(path).is_dir() else {}
+    store, folders = find_steps(path)
     if not folders:
         raise ValueError(f"verify: {path} is no step-N folder, and holds none")
     damage: list[Damage] = []
     total = 0
-    for step, folder in folders.items():
+    for step, folder in reversed(folders):
+        with store.reading(folder):
+            found, size = _verify_step(store, step, folder)
+        damage += found
+        total += size
+    return VerifyReport(tuple(sorted({step for step, _ in folders})), tuple(damage), total)
+
+
+def find_steps(path: str | os.PathLike[str]) -> tuple[Store, list[tuple[int, str]]]:
+    """The store, and the steps at ``path``: itself, or those in it, the newest first."""
+    text = os.fspath(path).rstrip("/") if is_url(path) else os.path.abspath(path)
+    parent, _, name = text.rpartition("/")
+    if match := (ATTEMPT if is_url(path) else _disk.STEP).fullmatch(name):
+        store = open_store(parent)
+        return store, [(int(match[1]), text)] if store.is_there(text) else []
+    store = open_store(text)
+    return store, store.folders() if store.content() is not None else []
+
+
+def _verify_step(store: Store, step: int, folder: str) -> tuple[list[Damage], int]:
+    """What is damaged, chunk by chunk, and the bytes that are whole."""
+    try:
+        _, manifest = store.manifest(folder)
+    except _disk.DamagedError as error:
+        return [Damage(step, error.file, error.offset, error.reason)], 0
+    damage, total = [], 0
+    for entry in manifest["files"]:
         try:
-            _, manifest = _disk.read_manifest(folder)
+            store.check_sizes(folder, {"files": [entry]})
         except _disk.DamagedError as error:
             damage.append(Damage(step, error.file, error.offset, error.reason))
             continue
-        for entry in manifest["files"]:
+        for chunk in range(len(entry["xxh3_64"])):
             try:
-                _disk.check_chunks(folder, entry)
-                total += entry["bytes"]
+                store.check_chunks(folder, entry, [chunk])
+                total += min(_disk.CHUNK_BYTES, entry["bytes"] - chunk * _disk.CHUNK_BYTES)
             except _disk.DamagedError as error:
                 damage.append(Damage(step, error.file, error.offset, error.reason))
-    return VerifyReport(tuple(folders), tuple(damage), total)
+    return damage, total

@@ -15,6 +15,8 @@ from typing import Any
 
 import xxhash
 
+from ptx.ckpt._store import is_url
+
 COMMIT_SECONDS = 1800.0  # that rank 0 waits for the parts of other ranks: torch's group timeout
 ORPHAN_SECONDS = 60.0  # the same, once its own trainer is gone or leaving
 STOP_SECONDS = 10.0  # for a writer without a job to exit
@@ -24,23 +26,39 @@ class WriterProcess:
     """One writer, started at once.
 
     Args:
-        root: Where the steps are.
+        root: Where the steps are: a folder, or a URL.
         rank: This rank in the checkpointer's group.
         slots: memfds that hold the bytes to write.
+        stage: A folder to write to first; None: none.
+        run: The same on all ranks of this run, and of no other.
+        lock: Rank 0's: of the root.
     """
 
-    def __init__(self, root: Path, rank: int, slots: Sequence[int]) -> None:
+    def __init__(
+        self,
+        root: str,
+        rank: int,
+        slots: Sequence[int],
+        *,
+        stage: str | None = None,
+        run: str = "",
+        lock: str = "",
+    ) -> None:
         if not sys.executable:
             raise RuntimeError("AsyncCheckpointer: sys.executable is empty, so no writer can start")
         here = Path(__file__).parent
         config = {
-            "root": str(root),
+            "root": root,
             "rank": rank,
             "slots": list(slots),
+            "stage": stage,
+            "run": run,
+            "lock": lock,
             "parent": os.getpid(),
             "commit_seconds": COMMIT_SECONDS,
             "orphan_seconds": ORPHAN_SECONDS,
-            "path": [str(here), str(Path(xxhash.__file__).parents[1])],
+            "ptx": str(here.parents[1]),
+            "path": _paths(root),
         }
         self._errors = os.memfd_create("ptx-writer-stderr")
         self._process = subprocess.Popen(
@@ -118,3 +136,9 @@ class WriterProcess:
         self._stdout.close()
         os.close(self._errors)
         self.ended = True
+
+
+def _paths(root: str) -> list[str]:
+    """Where the writer finds xxhash, and whatever fsspec needs for a URL."""
+    path = str(Path(xxhash.__file__).parents[1])
+    return [path, *filter(None, sys.path)] if is_url(root) else [path]

@@ -1,0 +1,185 @@
+"""What is never deleted: the last whole steps, what is read, and what was just committed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.small import Small, data_files, flip, save_filled, writer_pid
+from ckpt.test_checkpointer import _eventually
+from ckpt.test_lock import Job
+from ptx.ckpt import AsyncCheckpointer, _resume, verify
+from ptx.ckpt._reading import reading
+from ptx.ckpt._retain import retain
+from ptx.ckpt._store import LocalStore
+
+
+def test_damaged_steps_push_out_no_whole_one(tmp_path: Path) -> None:
+    small = Small()
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        save_filled(checkpointer, small, 1, 2, 3, 4)
+    data_files(tmp_path, 3)[0].write_bytes(b"short")
+    flip(tmp_path / "step-4" / "manifest.json", 200)
+    with AsyncCheckpointer(tmp_path, keep=2) as checkpointer:
+        save_filled(checkpointer, small, 5)
+        _eventually(lambda: checkpointer.steps() == [2, 3, 4, 5])
+        save_filled(checkpointer, small, 6)  # now older than the last two whole ones
+        _eventually(lambda: checkpointer.steps() == [5, 6])
+
+
+def test_what_a_load_found_damaged_pushes_out_no_whole_one(tmp_path: Path) -> None:
+    small = Small()
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        save_filled(checkpointer, small, 1, 2, 3)
+    for step in (2, 3):
+        flip(data_files(tmp_path, step)[0], 100)  # of the right size still
+    with AsyncCheckpointer(tmp_path, keep=2) as checkpointer:
+        assert checkpointer.load(small.state) == 1
+        save_filled(checkpointer, small, 4)
+        time.sleep(0.1)
+        assert checkpointer.steps() == [1, 2, 3, 4]
+        save_filled(checkpointer, small, 2)  # anew, so it counts again
+        _eventually(lambda: checkpointer.steps() == [2, 3, 4])
+        assert checkpointer.load(small.state, step=2) == 2
+
+
+def test_nothing_is_deleted_if_what_was_committed_is_not_whole(tmp_path: Path) -> None:
+    small = Small()
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        save_filled(checkpointer, small, 1, 2)
+    data_files(tmp_path, 2)[0].unlink()
+    retain(LocalStore(str(tmp_path)), _job(2, keep=1))
+    assert verify(tmp_path / "step-1").ok
+    assert (tmp_path / "step-2").exists()
+
+
+def test_a_step_that_is_read_is_spared(tmp_path: Path) -> None:
+    """By another process, such as an evaluation."""
+    small = Small()
+    with AsyncCheckpointer(tmp_path, keep=1) as checkpointer:
+        save_filled(checkpointer, small, 1)
+
+        def read() -> Any:
+            stack = ExitStack()
+            stack.enter_context(reading(str(tmp_path / "step-1" / "manifest.json")))
+            return stack.close
+
+        job = Job(read)
+        save_filled(checkpointer, small, 2, 3)
+        _eventually(lambda: checkpointer.steps() == [1, 3])
+        assert verify(tmp_path / "step-1").ok
+        assert job.end() == 0
+        save_filled(checkpointer, small, 4)
+        _eventually(lambda: checkpointer.steps() == [4])
+
+
+def test_a_replaced_step_that_is_read_is_spared(tmp_path: Path) -> None:
+    small = Small()
+    with AsyncCheckpointer(tmp_path, keep=1) as checkpointer:
+        save_filled(checkpointer, small, 1)
+        with reading(str(tmp_path / "step-1" / "manifest.json")):
+            save_filled(checkpointer, small, 1)
+            time.sleep(0.1)
+            (old,) = tmp_path.glob(".replaced-1-*")
+            assert (old / "manifest.json").exists()
+        save_filled(checkpointer, small, 1)
+        _eventually(lambda: not list(tmp_path.glob(".replaced-*")))
+
+
+def test_a_load_in_progress_keeps_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Small()
+    with AsyncCheckpointer(tmp_path, keep=1) as saver, AsyncCheckpointer(tmp_path) as loader:
+        save_filled(saver, small, 1)
+        checks = _resume.verify_share
+
+        def slow(*args: Any) -> list[str]:
+            monkeypatch.setattr(_resume, "verify_share", checks)
+            save_filled(saver, Small(), 2, 3)
+            _eventually(lambda: saver.steps() == [1, 3])
+            return checks(*args)
+
+        monkeypatch.setattr(_resume, "verify_share", slow)
+        assert loader.load(small.state) == 1
+        assert small.values() == {1.0}
+        save_filled(saver, small, 4)
+        _eventually(lambda: saver.steps() == [4])
+
+
+def test_a_load_whose_step_is_deleted_meanwhile_looks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On file systems without locks, and between the listing and the lock."""
+    small = Small()
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        save_filled(checkpointer, small, 1, 2)
+        shutil.move(tmp_path / "step-2", tmp_path.parent / "later")
+        read = _resume._read
+
+        def late(*args: Any) -> Any:
+            monkeypatch.setattr(_resume, "_read", read)
+            shutil.move(tmp_path.parent / "later", tmp_path / "step-2")
+            shutil.rmtree(tmp_path / "step-1")
+            return read(*args)
+
+        monkeypatch.setattr(_resume, "_read", late)
+        assert checkpointer.load(small.state) == 2
+        assert small.values() == {2.0}
+        assert "damaged" not in caplog.text
+
+
+def _job(step: int, keep: int) -> dict[str, Any]:
+    return {"step": step, "folder": "", "keep": keep, "keep_every": None, "damaged": []}
+
+
+def check_kills(folder: Path, seed: int, count: int) -> None:
+    """SIGKILLs of the job and its writer as soon as a deletion is seen, or a moment later."""
+    generator, root, note = random.Random(seed), folder / "root", folder / "writer"
+    last = 0
+    for i in range(count):
+        note.unlink(missing_ok=True)
+        if (job := os.fork()) == 0:
+            _save_on(root, note, last + 1)
+        deadline = time.monotonic() + 60
+        while not note.exists() or not any(n.startswith(".trash-") for n in os.listdir(root)):
+            assert time.monotonic() < deadline
+        time.sleep(generator.random() * 0.004)
+        for pid in generator.sample([job, int(note.read_text())], 2):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(job, 0)
+        where, small = f"kill {i}, seed {seed}", Small(size=300)
+        with AsyncCheckpointer(root) as checkpointer:
+            steps = checkpointer.steps()
+            assert verify(root).ok, where
+            before, last = last, checkpointer.load(small.state) or 0
+            assert last == steps[-1] > before, where
+            assert small.values() == {float(last)}, where
+
+
+def _save_on(root: Path, note: Path, first: int) -> None:
+    try:
+        checkpointer, small = AsyncCheckpointer(root, keep=1), Small(size=300)
+        for step in range(first, first + 1000):
+            save_filled(checkpointer, small, step)
+            if step == first:
+                note.with_suffix(".new").write_text(str(writer_pid(checkpointer)))
+                note.with_suffix(".new").rename(note)
+    finally:
+        os._exit(1)
+
+
+def test_kills_during_retention_lose_nothing(tmp_path: Path) -> None:
+    check_kills(tmp_path, seed=0, count=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_kills_during_retention_lose_nothing(tmp_path: Path) -> None:
+    check_kills(tmp_path, seed=1, count=60)
