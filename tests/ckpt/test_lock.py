@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckpt.small import Small, save_filled, stopped_writer
+from ckpt.small import Small, save_filled, stopped_writer, writer_pid
 from ckpt.test_ranks import error_of
 from harness import distributed
 from ptx.ckpt import AsyncCheckpointer, _lock, verify
@@ -227,6 +227,18 @@ def test_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not beats()  # another's
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+
+
+def test_polls_give_signs_of_life_while_there_is_no_writer(tmp_path: Path) -> None:
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        save_filled(checkpointer, Small(), 1)
+        os.kill(writer_pid(checkpointer), signal.SIGKILL)
+        while checkpointer._flight._writer is not None:
+            checkpointer.poll()
+        os.utime(tmp_path / LOCK, (1, 1))
+        checkpointer._flight.lock._next_beat = 0.0
+        checkpointer.poll()
+        assert (tmp_path / LOCK).stat().st_mtime > 1
 
 
 def test_one_of_many_takes_over(tmp_path: Path) -> None:

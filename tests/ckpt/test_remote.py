@@ -176,7 +176,7 @@ def test_two_jobs_on_one_url(tmp_path: Path) -> None:
             other.save(2, small.state)
         old = lock.read_bytes()
         checkpointer._flight.lock._next_beat = 0.0
-        checkpointer.poll()
+        checkpointer._flight.lock.beat()
         assert lock.read_bytes() != old
     assert not lock.exists()
 

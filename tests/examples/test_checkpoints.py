@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import checkpoints
 import harness
+import ptx
 import train
 from data import CORPUS
 
@@ -134,3 +136,20 @@ def _wait_for_step(out, step):
             return
         time.sleep(0.05)
     raise AssertionError(f"no step {step} in {out}")
+
+
+def _save_six(folder):
+    model = torch.nn.Linear(2, 2)
+    state = ptx.train_state(model)
+    options = {"keep_every": 4, "stage_dir": folder / "stage"}
+    with checkpoints.Saves(f"file://{folder}/root", 1, 1, **options) as saves:
+        assert saves.resume(state) == 0
+        for step in range(1, 7):
+            assert saves.after(step, state, last=False).keys() == {"train/ckpt_stage_seconds"}
+    with checkpoints.Saves(f"file://{folder}/root", 1, 1, **options) as saves:
+        assert saves.resume(state) == 6
+        assert saves.checkpointer.steps() == [4, 6]
+
+
+def test_a_url_with_a_stage_and_every_fourth_kept(tmp_path):
+    harness.run(_save_six, 1, tmp_path)

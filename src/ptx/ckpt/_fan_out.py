@@ -33,6 +33,7 @@ class Stage:
         mark = f"ptx-stage-{xxhash.xxh3_64_hexdigest(shared.store.root.encode())}-"
         own = f"{mark}{shared.config['run']}"
         self.folder = os.path.join(stage_dir, f"{own}-rank-{shared.rank:05d}")
+        os.makedirs(stage_dir, exist_ok=True)
         for name in os.listdir(stage_dir):
             # Of earlier runs, whichever rank's: this run holds the root's lock.
             path = os.path.join(stage_dir, name)

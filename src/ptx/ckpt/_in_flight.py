@@ -98,7 +98,8 @@ class InFlight:
 
     def poll(self) -> None:
         """Read the last round, and start the next one if something is in flight."""
-        self.lock.beat()
+        if self._writer is None:  # which does it otherwise
+            self.lock.beat()
         self._take(0.0)
         self._read_round()
         if self.pending:

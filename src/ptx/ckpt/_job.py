@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from typing import Any
 
 from ptx.ckpt import _disk
@@ -27,10 +28,11 @@ class Shared:
         self.alone = 0.0
         self.aborted: set[int] = set()
         self.failed: set[int] = set()
+        self._reporting = threading.Lock()  # a long line is written in parts
 
     def report(self, job: Any, event: str, **more: Any) -> None:
         line = json.dumps({"seq": job["seq"], "event": event, **more}) + "\n"
-        with contextlib.suppress(OSError):  # the trainer is dead
+        with self._reporting, contextlib.suppress(OSError):  # the trainer is dead
             os.write(1, line.encode())
 
     def go_on(self, job: Any) -> None:

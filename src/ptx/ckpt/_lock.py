@@ -69,7 +69,6 @@ class RootLock:
                 return
             holder = _holder(found)
             if self._data and holder.get("token") == self.token:
-                self.beat()
                 return
             if self._data:
                 raise RuntimeError(
@@ -89,12 +88,12 @@ class RootLock:
         """Show a sign of life if it is time for one."""
         if self._data and time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_SECONDS
-            with contextlib.suppress(OSError):  # the next save will tell
+            with contextlib.suppress(Exception):  # the next save will tell
                 self._file.beat(self._data)
 
     def release(self) -> None:
         if self._data and os.getpid() == self._pid:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):  # then it is stale soon
                 self._file.take_away(self._data)
             self._data = b""
 
@@ -124,11 +123,11 @@ def still_held(file: LockFile, token: str) -> bool:
 def keep_beating(file: LockFile, token: str) -> None:
     """Show signs of life for ever, as long as the lock is that of ``token``."""
     while True:
-        time.sleep(BEAT_SECONDS)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # of a network, say; the next one may be fine
             data = file.read()
             if data is not None and _holder(data).get("token") == token:
                 file.beat(data)
+        time.sleep(BEAT_SECONDS)
 
 
 class LocalLockFile:
