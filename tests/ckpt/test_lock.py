@@ -37,6 +37,8 @@ class Job:
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
+            os.close(ready)
+            os.close(self._go)  # so that the end of its parent is its end, too
             try:
                 end = work()
                 os.write(self._ready, b"x")

@@ -141,6 +141,9 @@ class LocalLockFile:
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             os.write(fd, data)
+        except OSError:  # no space, say; an empty one would keep everyone out for a while
+            os.unlink(self._path)
+            raise
         finally:
             os.close(fd)
 
