@@ -45,15 +45,20 @@ def closed_gate() -> Iterator[None]:
         Path(os.environ[GATE]).unlink()
 
 
-@pytest.fixture
-def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a new root; other processes know the protocol by an entry point."""
-    plugin = tmp_path / "plugin"
+def install(folder: Path, plugin: Path) -> str:
+    """The URL of a new root; processes started from now on know the protocol by an entry point."""
     info = plugin / "gated-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(METADATA)
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(plugin)])
-    monkeypatch.setenv(GATE, str(tmp_path / "gate"))
+    sys.path.append(str(plugin))
+    os.environ[GATE] = str(folder / "gate")
     fsspec.register_implementation("gated", Gated, clobber=True)
-    return f"gated://{tmp_path}/root"
+    return f"gated://{folder}/root"
+
+
+@pytest.fixture
+def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv(GATE, "")
+    return install(tmp_path, tmp_path / "plugin")

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ptx
-from ckpt.gated import closed_gate, gated  # noqa: F401
+from ckpt.gated import closed_gate, gated, install  # noqa: F401
 from ckpt.small import Small, data_files, save_filled, stopped_writer, writer_pid
 from ckpt.test_checkpointer import _eventually
 from ckpt.test_ranks import error_of
@@ -181,6 +181,28 @@ def test_ranks_share_a_stage_or_have_their_own(tmp_path: Path) -> None:
     bad = tmp_path / "file" / "stage" if rank else tmp_path / "stage"
     text = error_of(lambda: AsyncCheckpointer(tmp_path / "shared", stage_dir=bad))
     assert "rank 1: AsyncCheckpointer: stage_dir" in text
+
+
+@distributed(world_size=2)
+def test_a_copy_that_fails_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+    small, rank = Small(), dist.get_rank()
+    url, stage = install(tmp_path, tmp_path / f"plugin-{rank}"), tmp_path / f"stage-{rank}"
+    with AsyncCheckpointer(url, keep=1, stage_dir=stage) as checkpointer:
+        save_filled(checkpointer, small, 1)
+        dist.barrier()
+        (tmp_path / "gate").touch()
+        checkpointer.save(2, small.state)
+        _eventually(lambda: len(staged(stage)) == 1)
+        time.sleep(0.2)
+        if rank == 1:
+            staged(stage)[0].write_bytes(b"something else")
+        dist.barrier()
+        (tmp_path / "gate").unlink(missing_ok=True)
+        assert "rank 1: RuntimeError: " in (text := error_of(checkpointer.wait))
+        assert "not what was staged" in text
+        assert checkpointer.steps() == [1]
+        save_filled(checkpointer, small, 3)
+        assert checkpointer.load(small.state) == 3
 
 
 def check_kills(folder: Path, seed: int, count: int) -> None:

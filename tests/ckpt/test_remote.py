@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import logging
 import os
 import random
@@ -27,6 +28,7 @@ from ckpt.test_ranks import error_of
 from harness import distributed, run
 from ptx.ckpt import AsyncCheckpointer, _lock, train_state, verify
 from ptx.ckpt.__main__ import main
+from ptx.ckpt._remote import RemoteStore
 
 
 def open_at(folder: Path, **options: Any) -> AsyncCheckpointer:
@@ -286,3 +288,24 @@ def test_a_chained_url(tmp_path: Path) -> None:
         save_filled(checkpointer, small, 1)
         assert checkpointer.load(small.state) == 1
     shutil.rmtree(tmp_path / "root")
+
+
+def test_a_cut_off_manifest_is_no_step(tmp_path: Path) -> None:
+    """Where an upload isn't whole or nothing, as over SFTP."""
+    store = RemoteStore(f"file://{tmp_path}")
+    folder = store.attempt(3, 1)
+    store.make(folder)
+
+    def half(path: str, data: bytes) -> None:
+        Path(path).write_bytes(data[:5])
+        raise OSError("connection lost")
+
+    whole, store.fs = store.fs, copy.copy(store.fs)
+    store.fs.pipe_file = half
+    with pytest.raises(OSError, match="connection lost"):
+        store.commit(folder, 3, b"manifest", [], lambda: None)
+    store.fs = whole
+    assert store.folders() == []
+    assert store.leftovers() == [folder]
+    store.commit(folder, 3, b"manifest", [], lambda: None)
+    assert store.folders() == [(3, store.path(folder))]
