@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import copy
 import logging
 import os
 import random
@@ -290,7 +289,7 @@ def test_a_chained_url(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "root")
 
 
-def test_a_cut_off_manifest_is_no_step(tmp_path: Path) -> None:
+def test_a_cut_off_manifest_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an upload isn't whole or nothing, as over SFTP."""
     store = RemoteStore(f"file://{tmp_path}")
     folder = store.attempt(3, 1)
@@ -300,11 +299,10 @@ def test_a_cut_off_manifest_is_no_step(tmp_path: Path) -> None:
         Path(path).write_bytes(data[:5])
         raise OSError("connection lost")
 
-    whole, store.fs = store.fs, copy.copy(store.fs)
-    store.fs.pipe_file = half
-    with pytest.raises(OSError, match="connection lost"):
-        store.commit(folder, 3, b"manifest", [], lambda: None)
-    store.fs = whole
+    with monkeypatch.context() as broken:
+        broken.setattr(store.fs, "pipe_file", half)
+        with pytest.raises(OSError, match="connection lost"):
+            store.commit(folder, 3, b"manifest", [], lambda: None)
     assert store.folders() == []
     assert store.leftovers() == [folder]
     store.commit(folder, 3, b"manifest", [], lambda: None)
