@@ -19,6 +19,7 @@ from histograms import Activations, histograms, model_tensors, write_histograms
 from metrics import RunLog
 from report import write_report
 
+COUNTED = 2**25  # tokens at most, for the baselines: they need some 50 bytes for each
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -58,7 +59,7 @@ def finish(
         sample = prompt, text
         log.say(f"\n{text}")
     if log.enabled:
-        floors = baselines(data.train, data.valid, data.vocab_size)
+        floors = baselines(data.train[:COUNTED], data.valid, data.vocab_size)
         log.say("\nvalidation loss, nats per token:")
         for name, nats in {**floors, args.model.name: valid_loss}.items():
             log.say(f"  {name:10s} {nats:.3f}")

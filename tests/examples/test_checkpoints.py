@@ -1,7 +1,6 @@
 """The reference example goes on after a crash, a kill, a SIGTERM and on another mesh, as if nothing had been."""
 
 import json
-import lzma
 import os
 import signal
 import subprocess
@@ -11,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import args_of, flags_of, write_small_corpus
 
 import checkpoints
 import harness
 import ptx
 import train
-from data import CORPUS
 
 EXAMPLE = Path(train.__file__)
 SMALL = {"steps": 12, "global_batch": 8, "seq_len": 32, "log_every": 1, "warmup": 5}
@@ -27,17 +26,14 @@ MESHES = {"1": (1, {}), "dp 2": (2, {}), "tp 2": (2, {"tp": 2}), "dp 2 x tp 2": 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    path = folder / "corpus.txt.xz"
-    with lzma.open(CORPUS, "rt") as whole, lzma.open(path, "wt", preset=0) as some:
-        some.writelines(line[:6000] + "\n" for line, _ in zip(whole, range(12)))
-    return {"corpus": path, "cache": folder}
+    return {"corpus": write_small_corpus(folder / "corpus.txt.xz"), "cache": folder}
 
 
 @pytest.fixture(scope="module")
 def whole(places, tmp_path_factory):
     """A run on two ranks that nothing disturbs."""
     out = tmp_path_factory.mktemp("whole")
-    harness.run(train.main, 2, train.Args(**SMALL, **SAVING, **places, out=out), timeout=110)
+    harness.run(train.main, 2, args_of(**SMALL, **SAVING, **places, out=out), timeout=110)
     return _records(out)
 
 
@@ -60,10 +56,10 @@ def _crash(args):
 @pytest.mark.parametrize("then", MESHES)
 def test_resumed_is_uninterrupted(places, whole, tmp_path, then):
     args = {**SMALL, **SAVING, **places, "out": tmp_path, "ckpt_dir": tmp_path / "ckpt"}
-    harness.run(_crash, 2, train.Args(**args), timeout=110)
+    harness.run(_crash, 2, args_of(**args), timeout=110)
     assert [r["train/iter"] for r in _records(tmp_path) if "train/iter" in r] == list(range(1, 9))
     ranks, degrees = MESHES[then]
-    harness.run(train.main, ranks, train.Args(**args, **degrees), timeout=110)
+    harness.run(train.main, ranks, args_of(**args, **degrees), timeout=110)
     got = _records(tmp_path)
     assert sum("train/restart_seconds" in r for r in got) == 1
     assert sum("train/ckpt_stage_seconds" in r for r in got) == 3  # steps 5, 10 and 12
@@ -79,8 +75,8 @@ def test_resumed_is_uninterrupted(places, whole, tmp_path, then):
 
 def test_no_resume_starts_anew(places, whole, tmp_path):
     args = {**SMALL, **SAVING, **places, "out": tmp_path, "ckpt_dir": tmp_path / "ckpt"}
-    harness.run(_crash, 2, train.Args(**args), timeout=110)
-    harness.run(train.main, 2, train.Args(**args, resume=False), timeout=110)
+    harness.run(_crash, 2, args_of(**args), timeout=110)
+    harness.run(train.main, 2, args_of(**args, resume=False), timeout=110)
     losses = [
         [r["train/loss"] for r in rs if "train/loss" in r] for rs in (_records(tmp_path), whole)
     ]
@@ -89,7 +85,7 @@ def test_no_resume_starts_anew(places, whole, tmp_path):
 
 def test_sigterm_saves_and_exits_0(places, tmp_path):
     flags = {**SMALL, **places, "steps": 10**6, "out": tmp_path, "ckpt_dir": tmp_path / "ckpt"}
-    command = [sys.executable, EXAMPLE, *_flags(flags), "--valid-every=1000000"]
+    command = [sys.executable, EXAMPLE, *flags_of(**flags), "--valid-every=1000000"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         _wait_for_step(tmp_path, 3)
@@ -105,7 +101,7 @@ def test_a_killed_rank_is_restarted_and_goes_on(places, whole, tmp_path):
     flags = {**SMALL, **SAVING, **places, "save_interval": 1, "out": tmp_path}
     flags["ckpt_dir"] = tmp_path / "ckpt"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launcher, "--max-restarts=3", EXAMPLE, *_flags(flags)]
+    command = [sys.executable, *launcher, "--max-restarts=3", EXAMPLE, *flags_of(**flags)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -122,10 +118,6 @@ def test_a_killed_rank_is_restarted_and_goes_on(places, whole, tmp_path):
 
 def _records(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def _flags(options):
-    return [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
 
 
 def _wait_for_step(out, step):
