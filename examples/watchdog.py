@@ -59,8 +59,10 @@ class Watchdog:
         """Gives what is inside ``slow_seconds``, and a name in the message: "saving"."""
         _, before, limit = self._state
         self._set(doing, self.slow_seconds)
-        yield
-        self._set(before, limit)
+        try:
+            yield
+        finally:
+            self._set(before, limit)
 
     def __enter__(self) -> Self:
         if self.seconds > 0:
