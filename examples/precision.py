@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 
 class PrecisionProbe:
-    """Sees the first forward, and sums up after the first step.
+    """Sees what the model returns, and sums up after the first step.
 
     Args:
         model: After all ``apply_*`` calls, before the first step.
@@ -39,6 +39,7 @@ class PrecisionProbe:
             run in; "matmul": what torch makes of float32 ones; "output": what the model returned;
             "loss"; "gradient"; "reduce": what FSDP sums them in; "optimizer/...".
         """
+        self._hook.remove()  # here, not after one forward: a copy of the model may have had that
         parameters = list(self.model.parameters())
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         compute, reduce = _by_fsdp(self.model)
@@ -63,7 +64,6 @@ class PrecisionProbe:
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, Tensor):
             self.output = first.dtype
-        self._hook.remove()
 
 
 def _by_fsdp(

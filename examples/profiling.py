@@ -154,13 +154,12 @@ def _torch_profiler(folder: Path, rank: int, **options: Any) -> Profiler:
         device = torch.accelerator.current_accelerator()
         by = f"self_{device.type if device else 'cpu'}_time_total"
         try:
-            profiler.export_chrome_trace(str(path))
+            # In this order: after the export the names of events may be gone (torch 2.13).
             table = profiler.key_averages().table(sort_by=by, row_limit=ROWS)
             path.with_suffix(".txt").write_text(str(table))
-        except (
-            OSError
-        ) as error:  # a full disk; out of here it would leave torch's profiler half stopped
-            print(f"no profile {path}: {error}", file=sys.stderr)
+            profiler.export_chrome_trace(str(path))
+        except Exception as error:  # a full disk, a bug of the profiler's: no reason to end the run
+            print(f"no profile {path}: {error!r}", file=sys.stderr)
 
     # torch warns that a cycle's events are gone with it, which is what we want; and where warnings
     # are errors it then crashes, as it stops what wasn't started (torch 2.13).

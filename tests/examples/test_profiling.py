@@ -55,6 +55,17 @@ def test_traces_and_tables_by_the_schedule(tmp_path):
         assert "Self CPU" in table
 
 
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    def full(self, path):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
+    run(make_profiler(tmp_path, 0, profile=True, wait=0, warmup=1, active=1, repeat=2), 6)
+    said = capsys.readouterr().err
+    assert said.count("no profile") == 2
+    assert "no space left" in said
+
+
 class Sampler:
     running = False
 
