@@ -44,9 +44,9 @@ def make_profiler(
     rank_zero_only: bool = False,
     memory: bool = True,
     shapes: bool = True,
-    stack: bool = True,
+    stack: bool = False,
     flops: bool = True,
-    modules: bool = True,
+    modules: bool = False,
     pyinstrument: bool = False,
     snapshot: bool = False,
 ) -> Profiler:
@@ -68,9 +68,9 @@ def make_profiler(
         memory: Record allocations, as below also shapes, Python stacks, FLOPs of matmuls and
             convolutions, and modules.
         shapes: See ``memory``.
-        stack: See ``memory``; the dearest.
+        stack: See ``memory``; the dearest, and torch 2.13 can lose the tables of later cycles by it.
         flops: See ``memory``.
-        modules: See ``memory``.
+        modules: See ``memory``; by the same means as ``stack``.
         pyinstrument: Sample the Python stack for the whole run.
         snapshot: Keep the accelerator's allocations and write the last ones at the end, also when the
             run fails, as it does when memory runs out.
@@ -154,12 +154,11 @@ def _torch_profiler(folder: Path, rank: int, **options: Any) -> Profiler:
         device = torch.accelerator.current_accelerator()
         by = f"self_{device.type if device else 'cpu'}_time_total"
         try:
-            # In this order: after the export the names of events may be gone (torch 2.13).
+            profiler.export_chrome_trace(str(path))
             table = profiler.key_averages().table(sort_by=by, row_limit=ROWS)
             path.with_suffix(".txt").write_text(str(table))
-            profiler.export_chrome_trace(str(path))
         except Exception as error:  # a full disk, a bug of the profiler's: no reason to end the run
-            print(f"no profile {path}: {error!r}", file=sys.stderr)
+            print(f"profile {path} isn't whole: {error!r}"[:300], file=sys.stderr)
 
     # torch warns that a cycle's events are gone with it, which is what we want; and where warnings
     # are errors it then crashes, as it stops what wasn't started (torch 2.13).

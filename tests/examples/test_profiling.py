@@ -38,8 +38,6 @@ def test_traces_and_tables_by_the_schedule(tmp_path):
         warmup=1,
         active=2,
         repeat=2,
-        modules=False,
-        stack=False,
     )
     run(profiler, 10)
     names = {path.name for path in (tmp_path / "profile").iterdir()}
@@ -62,7 +60,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeyp
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
     run(make_profiler(tmp_path, 0, profile=True, wait=0, warmup=1, active=1, repeat=2), 6)
     said = capsys.readouterr().err
-    assert said.count("no profile") == 2
+    assert said.count("isn't whole: OSError") == 2
     assert "no space left" in said
 
 
