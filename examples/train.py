@@ -222,7 +222,7 @@ def main(args: Args) -> None:
                 log.say(f"stopped after step {step}, saved")
                 return log.close()
 
-    finish(args, model, data, log, valid_loss=valid_loss, tokenizer=tokenizer, device=device)
+    finish(args, model, data, log=log, valid_loss=valid_loss, tokenizer=tokenizer, device=device)
 
 
 if __name__ == "__main__":
