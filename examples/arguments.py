@@ -15,7 +15,7 @@ from data import CORPUS, HOLD_OUT, kind_of
 from losses import LossName
 from models import check_model
 from sources import TextUnit
-from trackers import TrackerName
+from trackers import TrackerName, missing_packages
 
 
 @dataclass
@@ -213,9 +213,9 @@ class Profiling:
     memory: Annotated[bool, arg(name="profile-memory")] = True
     """Record allocations, in the trace."""
     shapes: Annotated[bool, arg(name="profile-shapes")] = True
-    stack: Annotated[bool, arg(name="profile-stack")] = True
+    stack: Annotated[bool, arg(name="profile-stack")] = False
     flops: Annotated[bool, arg(name="profile-flops")] = True
-    modules: Annotated[bool, arg(name="profile-modules")] = True
+    modules: Annotated[bool, arg(name="profile-modules")] = False
     snapshot: Annotated[bool, arg(name="memory-snapshot")] = False
     """Keep the accelerator's last allocations."""
 
@@ -263,7 +263,7 @@ def check(args: Args) -> None:
         if value < least
     ]
     wrong += _wrong_degrees(args, world) if not wrong else []
-    wrong += check_model(args.model)
+    wrong += [*check_model(args.model), *missing_packages(args.logging.trackers)]
     try:
         kind = kind_of(args.data.source)
         if kind == "corpus" and not args.data.corpus.is_file():
@@ -272,6 +272,8 @@ def check(args: Args) -> None:
             wrong.append(f"--document-mask: {args.data.source} has no documents")
     except ValueError as error:
         wrong.append(str(error))
+    if "://" in str(args.saving.ckpt_dir) and args.saving.stage_dir is None:
+        wrong.append(f"--ckpt-dir {args.saving.ckpt_dir} is a URL, which needs a --stage-dir")
     if args.saving.ckpt_dir is None and (args.saving.keep_every or args.saving.stage_dir):
         wrong.append("--keep-every and --stage-dir are for --ckpt-dir, which isn't given")
     if args.model.export is not None and args.model.export.exists():

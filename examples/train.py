@@ -118,7 +118,7 @@ def main(args: Args) -> None:
     sample = torch.zeros(batch.global_batch, batch.seq_len, dtype=torch.int64)
     flops = ptx.estimate_flops_fake(model, sample)  # of a step, on all ranks together
     peak = ptx.peak_flops(dtype=torch.bfloat16 if optim.dtype == "bf16" else torch.float32)
-    timer, logits, probe = StepTimer(device), LogitsWatch(model), PrecisionProbe(model)
+    logits, probe = LogitsWatch(model), PrecisionProbe(model)
     activations = Activations(model) if logging.histograms else None
     state = ptx.train_state(model, optimizer, schedule=schedule, data=batches, skip=skip)
     watchdog = Watchdog(saving.watchdog, rank, world)
@@ -137,7 +137,7 @@ def main(args: Args) -> None:
         log.say(f"{data.describe()}\n{parameters / 1e6:.1f} M parameters, {world} processes")
         if start:
             log.say(f"going on after step {start}")
-        valid_loss = math.nan
+        valid_loss, timer = math.nan, StepTimer(device)
 
         todo = timer.data(islice(batches, max(0, steps - start)))
         for step, (tokens, labels) in enumerate(todo, start + 1):
@@ -182,7 +182,8 @@ def main(args: Args) -> None:
                 log.step(
                     {
                         "train/iter": step,
-                        "train/epoch": batches.consumed // batches.epoch_size,
+                        "train/epoch": step * batch.global_batch // batches.epoch_size,
+                        "train/bidx": step % (batches.epoch_size // batch.global_batch),
                         "train/loss": mean_loss.item(),
                         "grad/norm_preclip": norm.item(),
                         "opt/lr": float(lr),

@@ -79,7 +79,16 @@ def test_training_learns_and_metrics_have_the_names_of_the_inventory(metrics):
         {"dt", "dtd", "dtf", "dtb"},
         {"alloc", "peak_alloc", "reserved", "peak_reserved"},
     )
-    train_ = {"iter", "epoch", "loss", "tps", "tps_per_gpu", "tflops", "tokens_seen"} | times
+    train_ = {
+        "iter",
+        "epoch",
+        "bidx",
+        "loss",
+        "tps",
+        "tps_per_gpu",
+        "tflops",
+        "tokens_seen",
+    } | times
     train_ |= {f"mem_{name}" for name in memory}
     names = {f"train/{name}" for name in train_} | {"grad/norm_preclip", "opt/lr", "opt/skipped"}
     names |= {
@@ -140,7 +149,7 @@ def test_all_that_a_run_leaves_behind(small_corpus, tmp_path, capfd):
     options |= {"histograms": True, "profile": True, "profile_active": 1, "profile_wait": 0}
     args = args_of(
         **options,
-        trackers=["csv", "tensorboard"],  # the latter isn't installed, or is
+        trackers=["csv"],
         watchdog=60,
         tokens=3 * 8 * 32,
         corpus=small_corpus,
@@ -267,6 +276,8 @@ def test_arguments_that_cannot_work_are_refused_together(tmp_path, monkeypatch):
             check(args_of(**values, **places))
     with pytest.raises(ValueError, match="isn't given"):
         check(args_of(stage_dir=tmp_path, **places))
+    with pytest.raises(ValueError, match="needs a --stage-dir"):
+        check(args_of(ckpt_dir="s3://bucket/run", **places))
     with pytest.raises(ValueError, match="'nothing' is no file, folder or glob"):
         check(args_of(data="nothing", **places))
     check(args_of(tp=2, grad_accum=4, dp_replicate=2, **places))
