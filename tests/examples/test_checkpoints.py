@@ -53,10 +53,12 @@ def _crash(args):
         train.main(args)
 
 
-@pytest.mark.parametrize("then", MESHES)
-def test_resumed_is_uninterrupted(places, whole, tmp_path, then):
+@pytest.mark.parametrize(
+    ("first", "then"), [*((2, then) for then in MESHES), (4, "dp 2")], ids=lambda value: str(value)
+)
+def test_resumed_is_uninterrupted(places, whole, tmp_path, first, then):
     args = {**SMALL, **SAVING, **places, "out": tmp_path, "ckpt_dir": tmp_path / "ckpt"}
-    harness.run(_crash, 2, args_of(**args), timeout=110)
+    harness.run(_crash, first, args_of(**args), timeout=110)
     assert [r["train/iter"] for r in _records(tmp_path) if "train/iter" in r] == list(range(1, 9))
     ranks, degrees = MESHES[then]
     harness.run(train.main, ranks, args_of(**args, **degrees), timeout=110)
@@ -66,7 +68,7 @@ def test_resumed_is_uninterrupted(places, whole, tmp_path, then):
     got, want = ([r for r in rs if "train/iter" in r or "valid/loss" in r] for rs in (got, whole))
     for after, before in zip(got, want, strict=True):
         for key in ("train/iter", "train/tokens_seen", "opt/lr", "train/loss", "valid/loss"):
-            exact = then == "dp 2"
+            exact = (first, then) == (2, "dp 2")
             if key in before:
                 assert after[key] == (
                     before[key] if exact else pytest.approx(before[key], rel=1e-5)
