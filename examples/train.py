@@ -16,35 +16,28 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import ptx
-from across_ranks import across_ranks
 from arguments import Args, check, parse
-from batch_stats import LogitsWatch, batch_stats
 from checkpoints import Saves
 from data import TOKENIZER, TrainBatches, load_data, validation_batches
 from evaluation import validate
 from histograms import Activations
 from losses import make_loss
+from meter import Meter
 from metrics import RunLog
 from models import choose_model, find_pretrained
 from optimizer import SkipNonFinite, make_adamw, steps_of
 from precision import PrecisionProbe
 from profiling import make_profiler
 from schedule import lr_factor
-from timing import StepTimer
 from watchdog import Watchdog
-from wrap_up import finish, note_histograms
+from wrap_up import DTYPES, finish, note_histograms
 
 
 def main(args: Args) -> None:
     started = time.perf_counter()
     check(args)
-    batch, optim, degrees, saving, logging = (
-        args.batches,
-        args.optim,
-        args.parallel,
-        args.saving,
-        args.logging,
-    )
+    batch, optim, degrees = args.batches, args.optim, args.parallel
+    saving, logging = args.saving, args.logging
     mesh = ptx.build_mesh(
         dp_replicate=degrees.dp_replicate, dp_shard=degrees.dp_shard, tp=degrees.tp
     )
@@ -84,11 +77,11 @@ def main(args: Args) -> None:
         ptx.apply_ac(model, degrees.ac)
     if degrees.compile:
         ptx.apply_compile(model, mode=degrees.compile_mode)
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(DTYPES[optim.dtype], reduce_dtype=torch.float32)
     ptx.apply_fsdp2(
         model,
         ptx.fsdp_mesh(mesh),
-        mp_policy=bf16 if optim.dtype == "bf16" else MixedPrecisionPolicy(),
+        mp_policy=precision,
         reshard_after_forward=degrees.reshard_after_forward,
     )
     if pretrained is None:
@@ -115,10 +108,8 @@ def main(args: Args) -> None:
         end_id=data.end_id if batch.document_mask else None,
     )
 
-    sample = torch.zeros(batch.global_batch, batch.seq_len, dtype=torch.int64)
-    flops = ptx.estimate_flops_fake(model, sample)  # of a step, on all ranks together
-    peak = ptx.peak_flops(dtype=torch.bfloat16 if optim.dtype == "bf16" else torch.float32)
-    logits, probe = LogitsWatch(model), PrecisionProbe(model)
+    meter = Meter(model, mesh, batches, DTYPES[optim.dtype])
+    probe = PrecisionProbe(model)
     activations = Activations(model) if logging.histograms else None
     state = ptx.train_state(model, optimizer, schedule=schedule, data=batches, skip=skip)
     watchdog = Watchdog(saving.watchdog, rank, world)
@@ -137,9 +128,9 @@ def main(args: Args) -> None:
         log.say(f"{data.describe()}\n{parameters / 1e6:.1f} M parameters, {world} processes")
         if start:
             log.say(f"going on after step {start}")
-        valid_loss, timer = math.nan, StepTimer(device)
+        valid_loss = math.nan
 
-        todo = timer.data(islice(batches, max(0, steps - start)))
+        todo = meter.start(islice(batches, max(0, steps - start)))
         for step, (tokens, labels) in enumerate(todo, start + 1):
             last, seen = step == steps, {"train/tokens_seen": float(step * tokens_per_step)}
             logged = step % logging.log_every == 0 or step == start + 1 or last
@@ -149,18 +140,19 @@ def main(args: Args) -> None:
             )
             scale = ptx.token_scale(labels, losses)
             mean_loss = torch.zeros((), device=device)
-            logits.on = logged
+            meter.look(logged)
             if activations:
                 activations.on = step % logging.valid_every == 0 or last
             for i, (inputs, targets) in enumerate(micro_batches, 1):
                 with ptx.accumulate_grads(model, last=i == len(micro_batches)):
-                    with timer.part("forward"):
+                    with meter.part("forward"):
                         loss = loss_sum(model, inputs, targets) * scale
-                    with timer.part("backward"):
+                    with meter.part("backward"):
                         loss.backward()
                 mean_loss += loss.detach()
 
-            stats = ptx.model_stats(model).flat() if logged else {}
+            if logged:
+                meter.before_clipping()
             norm = ptx.clip_grad_norm_(model.parameters(), optim.max_grad_norm or math.inf)
             lr = schedule.get_last_lr()[0]
             skip.before_step(norm, optimizer, step)
@@ -173,28 +165,12 @@ def main(args: Args) -> None:
             optimizer.zero_grad()
 
             if logged:
-                dist.all_reduce(mean_loss, dist.ReduceOp.AVG, losses.get_group())
-                times = timer.flat()
-                speed = ptx.throughput(
-                    flops, tokens_per_step, times["train/dt"], devices=world, peak=peak
-                ).flat()
-                memory = ptx.memory_report(device).flat()
                 log.step(
                     {
-                        "train/iter": step,
-                        "train/epoch": step * batch.global_batch // batches.epoch_size,
-                        "train/bidx": step % (batches.epoch_size // batch.global_batch),
-                        "train/loss": mean_loss.item(),
+                        **meter.flat(step, mean_loss, tokens, labels),
                         "grad/norm_preclip": norm.item(),
                         "opt/lr": float(lr),
                         "opt/skipped": skip.skipped,
-                        **seen,
-                        **times,
-                        **speed,
-                        **stats,
-                        **batch_stats(tokens, labels, losses, logits=logits),
-                        **memory,
-                        **across_ranks(times | memory, device),
                     }
                 )
             watchdog.beat(step)
@@ -208,8 +184,7 @@ def main(args: Args) -> None:
                     readers.size(),
                 )
                 held_out = islice(held_out, logging.valid_batches or None)
-                logits.on = False
-                with timer.paused(), watchdog.slow("validating"):
+                with meter.paused(), watchdog.slow("validating"):
                     valid_loss = validate(model, held_out, loss_sum, mesh)
                 log.say(f"step {step:5d}/{steps}  validation loss {valid_loss:.4f}")
                 log.record({**seen, "valid/loss": valid_loss})
