@@ -136,6 +136,25 @@ def test_later_writes_to_the_inputs() -> None:
         loss.backward()  # starts anew, from what is no longer there
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_later_writes_to_the_labels(reduction: str) -> None:
+    """A buffer that the next batch was copied into used to give gradients of the wrong labels."""
+    hidden, weight, _, labels = _inputs()
+    for ignored in (False, True):  # the rows that are kept are a copy
+        buffer = labels.clamp(min=0)
+        buffer[0, 0] = -100 if ignored else 0
+        mine = [t.clone().requires_grad_() for t in (hidden, weight)]
+        loss = fused_linear_ce(*mine, buffer, reduction=reduction).sum()
+        want = torch.autograd.grad(loss, mine, retain_graph=True)
+        buffer.copy_((buffer + 1).clamp(min=0) % 13)
+        if ignored:
+            for got, expected in zip(torch.autograd.grad(loss, mine), want):
+                torch.testing.assert_close(got, expected)
+            continue
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, mine)
+
+
 def test_L09_bf16_error_is_eagers_for_any_number_of_chunks() -> None:
     """L09."""
     torch.manual_seed(0)

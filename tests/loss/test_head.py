@@ -199,6 +199,77 @@ def test_raw_shards_and_unready_models_are_refused() -> None:
         assert find_head(head, None, "").alone == (group == "alone")
 
 
+class _Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@distributed(world_size=2)
+def test_parametrized_head_is_exact_or_refused() -> None:
+    """The weight that is computed of FSDP's shards looks like one of tensor parallelism's."""
+    mesh = ptx.build_mesh(device_type="cpu")
+    tokens, labels = _data(mesh, mine=True)
+    plain, twice = _plain("alone"), _plain("alone")
+    nn.utils.parametrize.register_parametrization(twice.output, "weight", _Doubled())
+    hidden = plain(tokens[0], return_hidden=True)
+    got = fused_linear_ce(hidden, twice.output, labels[0])
+    torch.testing.assert_close(got, fused_linear_ce(hidden, 2 * plain.output.weight, labels[0]))
+    for group in ("alone", "root"):
+        model = copy.deepcopy(twice)
+        if group == "alone":
+            fully_shard(model.output, mesh=ptx.fsdp_mesh(mesh))
+        fully_shard(model, mesh=ptx.fsdp_mesh(mesh))
+        hidden = model(tokens[0], return_hidden=True)
+        for loss in (fused_linear_ce, token_logprobs):
+            with pytest.raises(ValueError, match=r"head's \['weight'\] is computed"):
+                loss(hidden, model.output, labels[0])
+
+
+class _LossInside(nn.Module):
+    """A model that returns its loss, and needs another parameter of its own group after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.output = nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Linear(5, 7)
+        self.value = nn.Linear(5, 1)
+
+    def forward(self, states: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.body(states)
+        loss = (
+            fused_linear_ce(hidden, self.output, labels)
+            - token_logprobs(hidden, self.output, labels).mean()
+        )
+        return loss + self.value(hidden).mean()
+
+
+@distributed(world_size=2)
+def test_loss_inside_the_forward_leaves_the_rest_of_the_group_alone() -> None:
+    mesh = ptx.fsdp_mesh(ptx.build_mesh(device_type="cpu"))
+    torch.manual_seed(0)
+    states, labels, plain = torch.randn(4, 5), torch.randint(7, (4,)), _LossInside()
+    for head_alone, freed, frozen in product((False, True), repeat=3):
+        model, want = copy.deepcopy(plain), copy.deepcopy(plain)
+        for both in (model, want):
+            both.body.requires_grad_(not frozen)
+            both.output.requires_grad_(not frozen)
+        fully_shard(model.body, mesh=mesh)
+        if head_alone:
+            fully_shard(model.output, mesh=mesh)
+        fully_shard(model, mesh=mesh, reshard_after_forward=freed)
+        with torch.no_grad():
+            torch.testing.assert_close(model(states, labels), want(states, labels))
+        if freed or head_alone:
+            assert isinstance(model.output.weight, DTensor)
+        if freed:
+            assert isinstance(model.value.weight, DTensor)
+        model(states, labels).backward()
+        want(states, labels).backward()
+        for got, expected in zip(model.parameters(), want.parameters()):
+            assert (got.grad is None) == (expected.grad is None)
+            if got.grad is not None:
+                torch.testing.assert_close(_whole(got.grad), expected.grad)
+
+
 class _Beside(nn.Module):
     """A head outside the module that holds all the rest, as in transformers."""
 

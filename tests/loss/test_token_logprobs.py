@@ -166,6 +166,15 @@ def test_frozen_sides_and_no_grad() -> None:
     close(got[1], want[1], 1e-6)
 
 
+def test_later_writes_to_the_labels_raise() -> None:
+    hidden, weight = torch.randn(4, 5, requires_grad=True), torch.randn(7, 5)
+    labels = torch.arange(4)
+    logprobs = token_logprobs(hidden, weight, labels)
+    labels += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
 def test_bf16_errors_are_eagers() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(512, 64).bfloat16(), (0.125 * torch.randn(900, 64)).bfloat16()

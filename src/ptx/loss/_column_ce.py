@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptx.loss._column_stats import (
@@ -18,6 +17,7 @@ from ptx.loss._column_stats import (
     real_columns,
     row_blocks,
 )
+from ptx.loss._first_order import first_order
 from ptx.loss._logits import FlatLogits
 from ptx.loss._options import LossOptions, loss_dtype, reduce_tokens, shape_logits
 
@@ -77,7 +77,7 @@ class _ColumnCE(torch.autograd.Function):
         return losses.masked_fill_(labels == options.ignore_index, 0.0)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, here, share, lse = ctx.saved_tensors
         options: LossOptions = ctx.options

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from ptx.loss._first_order import first_order
 from ptx.loss._head_chunks import Softmax, gradients_of, losses_and_gradients, losses_of
 from ptx.loss._head_gradients import Gradients
 from ptx.loss._head_inputs import open_head
@@ -127,17 +127,20 @@ class _FusedLinearCE(torch.autograd.Function):
             softmax = losses_and_gradients(*tensors, task, scale, ctx.grads)
         else:
             softmax = losses_of(*tensors, task)
-        ctx.save_for_backward(*tensors, softmax.here, softmax.share, softmax.lse, scale)
+        # The labels too, though the task has them: a write to them in between has to raise.
+        ctx.save_for_backward(
+            *tensors, softmax.here, softmax.share, softmax.lse, scale, task.labels
+        )
         ctx.task = task
         return softmax.losses.sum() * scale
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         task: Task = ctx.task
         grads, ctx.grads = ctx.grads, None  # given away, so that they can be scaled in place
         if grads is None:
-            hidden, weight, bias, here, share, lse, scale = ctx.saved_tensors
+            hidden, weight, bias, here, share, lse, scale, _ = ctx.saved_tensors
             grads = Gradients(hidden, weight, bias, task)
             softmax = Softmax(here, share, lse, lse)
             gradients_of(hidden, weight, bias, task, softmax, scale, grads)

@@ -90,8 +90,17 @@ class Head:
         else:
             # Without it, no hook of FSDP's runs if the hidden state needs no gradient.
             self.state._register_pre_backward_hook(results)
-        if not any(result.requires_grad for result in results):
+        if not any(result.requires_grad for result in results) and not self._is_running():
             self.state._modules[0].reshard()
+
+    def _is_running(self) -> bool:
+        """Whether the loss was called inside the forward that holds the head, which isn't over.
+
+        Its other parameters may still be needed; FSDP frees them all when it returns. (A group of
+        several modules counts as running until all were called, and the head never is.)
+        """
+        forward = self.state._training_state.name == "FORWARD"
+        return forward and len(self.state._modules) == 1
 
 
 def find_head(head: Tensor | nn.Module, bias: Tensor | None, where: str) -> Head:
@@ -105,6 +114,10 @@ def find_head(head: Tensor | nn.Module, bias: Tensor | None, where: str) -> Head
     if not isinstance(head, Tensor):
         raise ValueError(
             f"{where}: head is a {type(head).__name__}, it must be a weight [V, H] or a module"
+        )
+    if bias is not None and not isinstance(bias, Tensor):
+        raise ValueError(
+            f"{where}: bias is a {type(bias).__name__}, it must be a tensor [V] or None"
         )
     for given, name in ((head, "weight"), (bias, "bias")):
         if isinstance(given, DTensor) and _is_fsdp_shard(given):
@@ -162,6 +175,13 @@ def _of_module(module: nn.Module, bias: Tensor | None, where: str) -> Head:
             f"the head has hooks {hooks} that would be skipped; remove them, or use"
             " ptx.cross_entropy on its logits"
         )
+    elif computed := _computed_from_fsdp(module):
+        # Of shards it would be a shard too, and be taken for one of tensor parallelism's.
+        wrong.append(
+            f"the head's {computed} is computed (by a parametrization?) from parameters that FSDP"
+            " shards, and can't be gathered; remove the parametrization, or use ptx.cross_entropy"
+            " on its logits"
+        )
     if wrong:
         raise ValueError(f"{where}: {'; '.join(wrong)}")
     weight, own_bias = _parameter(module, "weight"), getattr(module, "bias", None)
@@ -174,6 +194,15 @@ def _of_module(module: nn.Module, bias: Tensor | None, where: str) -> Head:
             alone = tuple(state._modules) == (module,)
             return Head(weight, own_bias, module, state, alone)
     return Head(weight, own_bias, module)
+
+
+def _computed_from_fsdp(module: nn.Linear) -> list[str]:
+    """Which of weight and bias aren't parameters, if FSDP has any parameter of the module."""
+    computed = [name for name in ("weight", "bias") if name not in module._parameters]
+    if not computed:
+        return []
+    inside = set(module.modules())
+    return computed if any(p._module_info.module in inside for _, p in _fsdp_parameters()) else []
 
 
 def _is_linear(module: nn.Linear) -> bool:

@@ -10,10 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ptx._checks import can_read
+from ptx.loss._arguments import device_errors, require_tensors, size_errors
 from ptx.loss._column_stats import real_columns
 from ptx.loss._head import Head, find_head, local_part, split_over
 from ptx.loss._head_task import Needs, Task, default_chunk
 from ptx.loss._labels import flat_labels, require_classes
+from ptx.loss._logits import require_share
 from ptx.loss._options import LossOptions, chunk_errors
 
 
@@ -61,6 +63,7 @@ def open_head(
     Raises:
         ValueError: As `fused_linear_ce`, whose arguments these are.
     """
+    require_tensors(where, hidden=hidden, labels=labels)
     owner = find_head(head, bias, where)
     amp = _autocast_dtype(hidden)
     _check(hidden, owner, vocab_size, chunk_tokens, amp, where)
@@ -129,11 +132,15 @@ def _check(
             "the FSDP model that holds the head was not called yet; compute the hidden states by"
             " calling it: model(tokens, return_hidden=True)"
         )
-    if vocab_size is not None and not 0 < vocab_size <= weight.shape[0]:
-        wrong.append(f"vocab_size={vocab_size} must be in [1, V={weight.shape[0]}]")
+    if vocab_size is not None:
+        wrong += size_errors("vocab_size", vocab_size, weight.shape[0], "V")
     wrong += chunk_errors(chunk_tokens)
     if head.state is None:
+        wrong += device_errors(hidden=hidden, weight=weight, bias=bias)
         mesh = split_over(weight, "weight", where)
+        if mesh is not None and isinstance(weight, DTensor):
+            rows = weight.to_local().shape[0]
+            require_share(rows, weight.shape[0], mesh, "rows of the head's weight", where)
         if bias is not None and split_over(bias, "bias", where) != mesh:
             wrong.append(
                 "bias and weight must be split over the same mesh, or neither of them:"
@@ -181,7 +188,9 @@ def _kept_rows(labels: Tensor, ignore_index: int) -> Tensor | None:
 
 def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # autocast doesn't know meta
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def _seen(dtype: torch.dtype, amp: torch.dtype | None) -> torch.dtype:

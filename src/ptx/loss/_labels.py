@@ -29,7 +29,10 @@ def flat_labels(labels: Tensor, shape: Sequence[int], where: str) -> Tensor:
             f"{where}: labels {tuple(labels.shape)} must match logits without their last dim,"
             f" {tuple(shape)}; shift or slice both the same way before calling"
         )
-    return class_ids(labels, where).reshape(-1)
+    ids = class_ids(labels, where).reshape(-1)
+    # Tokens that were generated in inference mode: autograd can only keep a copy.
+    is_inference = not torch.compiler.is_compiling() and ids.is_inference()
+    return ids.clone() if is_inference else ids
 
 
 def class_ids(labels: Tensor, where: str) -> Tensor:

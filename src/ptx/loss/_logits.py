@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ptx.loss._arguments import require_tensors, size_errors
+from ptx.loss._column_stats import real_columns
 from ptx.loss._labels import flat_labels, require_classes
 
 
@@ -41,9 +43,10 @@ def flat_logits(
         ValueError: A label out of range, shapes that disagree, a sharding other than over the last
             dim and a 1-D mesh.
     """
+    require_tensors(where, logits=logits, labels=labels)
     columns = logits.shape[-1] if logits.ndim else 0
     classes = columns if vocab_size is None else vocab_size
-    if not logits.is_floating_point() or not 0 < classes <= columns:
+    if not logits.is_floating_point() or size_errors("vocab_size", classes, columns):
         raise ValueError(
             f"{where}: logits {tuple(logits.shape)} of {logits.dtype} must be floating point, with"
             f" a column for each class (vocab_size={vocab_size}) as their last dim"
@@ -52,11 +55,24 @@ def flat_logits(
     if isinstance(logits, DTensor):
         mesh = None if _is_whole(logits, where) else logits.device_mesh
         logits = logits.to_local()
+        if mesh is not None:
+            require_share(logits.shape[-1], columns, mesh, "columns of the logits", where)
     target = flat_labels(labels, shape, where)
     require_classes(target, classes, ignore_index, where)
     # Not -1 for the rows: a rank may hold no column at all.
     flat = logits.reshape(target.numel(), logits.shape[-1])
     return FlatLogits(flat, target, mesh, classes, columns, shape)
+
+
+def require_share(local: int, total: int, mesh: DeviceMesh, what: str, where: str) -> None:
+    """Refuse a DTensor that isn't split in torch chunk order, as ``from_local`` may make one."""
+    share = real_columns(mesh.size(), total, total)[mesh.get_local_rank()]
+    if local != share:
+        raise ValueError(
+            f"{where}: this rank has {local} {what}, but its share of {total} over"
+            f" {mesh.size()} ranks is {share}; use distribute_tensor, which splits in torch chunk"
+            " order"
+        )
 
 
 def shards_columns(logits: DTensor) -> bool:

@@ -49,8 +49,9 @@ class LossOptions:
         ``also``: what else is wrong with the call.
         """
         wrong = []
-        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
-            wrong.append(f"ignore_index={self.ignore_index!r} must be an int")
+        is_int = isinstance(self.ignore_index, int) and not isinstance(self.ignore_index, bool)
+        if not (is_int and -(2**63) <= self.ignore_index < 2**63):
+            wrong.append(f"ignore_index={self.ignore_index!r} must be an int of 64 bits")
         if self.reduction not in get_args(Reduction):
             wrong.append(f"reduction={self.reduction!r} must be one of {get_args(Reduction)}")
         if not (is_number(self.label_smoothing) and 0 <= self.label_smoothing <= 1):
@@ -100,4 +101,4 @@ def reduce_tokens(losses: Tensor, labels: Tensor, options: LossOptions) -> Tenso
 
 def is_number(value: object) -> bool:
     # A tensor would be read back from its device here, and would silently get no gradient later.
-    return isinstance(value, int | float)
+    return isinstance(value, int | float) and not isinstance(value, bool)

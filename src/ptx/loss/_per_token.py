@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ptx.loss._first_order import first_order
 from ptx.loss._head_chunks import Softmax, gradients_of, losses_of
 from ptx.loss._head_gradients import Gradients
 from ptx.loss._head_inputs import HeadInputs
@@ -31,8 +31,16 @@ class _PerToken(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
     ) -> Tensor | tuple[Tensor, Tensor]:
         softmax = losses_of(hidden, weight, bias, task)
+        # The labels too, though the task has them: a write to them in between has to raise.
         ctx.save_for_backward(
-            hidden, weight, bias, softmax.here, softmax.share, softmax.lse, softmax.centre
+            hidden,
+            weight,
+            bias,
+            softmax.here,
+            softmax.share,
+            softmax.lse,
+            softmax.centre,
+            task.labels,
         )
         ctx.task = task
         losses = _to_every_row(softmax.losses, hidden, task)
@@ -41,12 +49,12 @@ class _PerToken(torch.autograd.Function):
         return losses, _to_every_row(softmax.entropy, hidden, task)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(
         ctx: Any, grad: Tensor, entropy_grad: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         task: Task = ctx.task
-        hidden, weight, bias, here, share, lse, centre = ctx.saved_tensors
+        hidden, weight, bias, here, share, lse, centre, _ = ctx.saved_tensors
         if task.rows is not None:
             grad = grad[task.rows]
             entropy_grad = None if entropy_grad is None else entropy_grad[task.rows]

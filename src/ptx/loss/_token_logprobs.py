@@ -109,6 +109,8 @@ def token_logprobs(
     if not (is_number(temperature) and 0 < temperature < inf):
         wrong.append(f"temperature={temperature!r} must be a finite number > 0")
         temperature = 1.0
+    if not isinstance(entropy, bool):
+        wrong.append(f"entropy={entropy!r} must be True or False")
     LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale).checked(where, wrong)
     # softcap(a) / T is the cap softcap / T of a / T.
     options = LossOptions(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ptx._checks import can_read
+from ptx.loss._arguments import device_errors, mesh_errors, size_errors
 from ptx.loss._labels import class_ids, out_of_range, range_message
+from ptx.loss._options import LossOptions
+
+MESH = "pass loss_mesh(mesh), the ranks with different tokens"
 
 
 def token_scale(
@@ -53,8 +57,13 @@ def token_scale(
     Source: https://github.com/pytorch/torchtitan/pull/2206,
     https://github.com/huggingface/transformers/pull/34373.
     """
+    if not isinstance(labels, Tensor | Iterable):
+        raise ValueError(
+            f"token_scale: labels are a {type(labels).__name__}; pass a tensor or a list"
+        )
     window = [labels] if isinstance(labels, Tensor) else list(labels)
-    _require_1d(mesh, "token_scale")
+    sizes = [] if vocab_size is None else size_errors("vocab_size", vocab_size)
+    LossOptions(ignore_index).checked("token_scale", [*sizes, *mesh_errors(mesh, MESH)])
     if not window:
         raise ValueError("token_scale: labels are an empty list; pass those of every micro-batch")
     for part in window:
@@ -68,6 +77,8 @@ def token_scale(
                 f"token_scale: labels are a DTensor with placements {part.placements}; pass the"
                 " plain tensor that this rank's loss sees"
             )
+    if wrong := device_errors(**{f"labels[{i}]": part for i, part in enumerate(window)}):
+        raise ValueError(f"token_scale: {wrong[0]}")
     window = [class_ids(part, "token_scale") for part in window]
     counts = [torch.stack([(part != ignore_index).sum() for part in window]).sum()]
     if vocab_size is not None:
@@ -100,14 +111,24 @@ def token_mean(
         float32 scalar tensor, equal on every rank, without gradient; 0 if nothing was counted.
 
     Raises:
-        ValueError: A mesh that isn't 1-D.
+        ValueError: A mesh that isn't 1-D, a DTensor, or what isn't a number.
 
     Cost: one all-reduce of two float64; summed in float64.
 
     Source: https://github.com/pytorch/torchtitan/pull/4167.
     """
-    _require_1d(mesh, "token_mean")
     values, counts = _as_list(loss_sum), _as_list(count)
+    wrong = mesh_errors(mesh, MESH)
+    for name, parts in (("loss_sum", values), ("count", counts)):
+        for part in parts:
+            if isinstance(part, DTensor) or not isinstance(part, Tensor | int | float):
+                wrong.append(
+                    f"{name} holds a {type(part).__name__}, not a plain tensor or a number"
+                )
+            elif isinstance(part, Tensor) and part.is_complex():
+                wrong.append(f"{name} holds complex numbers")
+    if wrong:
+        raise ValueError(f"token_mean: {'; '.join(wrong)}")
     tensors = [part for part in values + counts if isinstance(part, Tensor)]
     device = tensors[0].device if tensors else torch.device(mesh.device_type)
     totals = torch.stack([_total(values, device), _total(counts, device)])
@@ -115,14 +136,6 @@ def token_mean(
     total, tokens = totals.unbind()
     # Not clamp(min=1): counts may be weights that sum to less than 1.
     return (total / tokens.masked_fill(tokens == 0, 1.0)).float()
-
-
-def _require_1d(mesh: DeviceMesh, where: str) -> None:
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"{where}: the mesh has dims {mesh.mesh_dim_names}, it must be the 1-D mesh of the"
-            " ranks with different tokens: pass loss_mesh(mesh)"
-        )
 
 
 def _sum_over(counts: Tensor, mesh: DeviceMesh) -> None:
@@ -138,7 +151,9 @@ def _require_none(bad: Tensor, mine: Tensor, message: str) -> None:
 
 
 def _as_list(values: Tensor | float | Sequence[Tensor | float]) -> list[Tensor | float]:
-    return list(values) if isinstance(values, Sequence) else [values]
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        return [values]
+    return [number for value in values for number in _as_list(value)]
 
 
 def _total(values: list[Tensor | float], device: torch.device) -> Tensor:

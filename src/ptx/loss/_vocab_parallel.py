@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ptx.loss._arguments import mesh_errors, require_tensors, size_errors
 from ptx.loss._column_ce import column_ce
 from ptx.loss._column_stats import real_columns
 from ptx.loss._labels import flat_labels, require_classes
@@ -70,6 +71,7 @@ def vocab_parallel_ce(
         ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale
     ).checked(where)
     columns = vocab_size if padded_size is None else padded_size
+    require_tensors(where, logits=logits, labels=labels)
     logits = _local_logits(logits, mesh, vocab_size, columns)
     shape = logits.shape[:-1]
     target = flat_labels(labels, shape, where)
@@ -92,11 +94,10 @@ def _local_logits(logits: Tensor, mesh: DeviceMesh, vocab_size: int, columns: in
         logits = logits.to_local()
     if not logits.is_floating_point():
         wrong.append(f"logits are {logits.dtype}, they must be floating point")
-    if not 0 < vocab_size <= columns:
-        wrong.append(f"vocab_size={vocab_size} must be in [1, padded_size={columns}]")
-    if mesh.ndim != 1:
-        wrong.append(f"the mesh has dims {mesh.mesh_dim_names}, it must be 1-D: pass mesh['tp']")
-    else:
+    sizes = size_errors("padded_size", columns)
+    wrong += sizes or size_errors("vocab_size", vocab_size, columns, "padded_size")
+    wrong += mesh_errors(mesh, "pass mesh['tp']")
+    if not wrong:
         share = real_columns(mesh.size(), columns, columns)[mesh.get_local_rank()]
         if logits.ndim == 0 or logits.shape[-1] != share:
             wrong.append(
