@@ -41,7 +41,11 @@ def size_errors(name: str, value: object, most: int | None = None, of: str = "")
     return [f"{name}={value!r} must be {allowed}"]
 
 
-def mesh_errors(mesh: DeviceMesh, fix: str) -> list[str]:
+def flag_errors(name: str, value: object) -> list[str]:
+    return [] if isinstance(value, bool) else [f"{name}={value!r} must be True or False"]
+
+
+def mesh_errors(mesh: object, fix: str) -> list[str]:
     """What is wrong with a mesh that has to be 1-D and to contain this rank."""
     if not isinstance(mesh, DeviceMesh):
         return [f"the mesh is a {type(mesh).__name__}, it must be a DeviceMesh: {fix}"]

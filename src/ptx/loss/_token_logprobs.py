@@ -7,6 +7,7 @@ from typing import Literal, overload
 
 from torch import Tensor, nn
 
+from ptx.loss._arguments import flag_errors
 from ptx.loss._head_inputs import open_head
 from ptx.loss._options import LossOptions, is_number
 from ptx.loss._per_token import per_token
@@ -109,8 +110,7 @@ def token_logprobs(
     if not (is_number(temperature) and 0 < temperature < inf):
         wrong.append(f"temperature={temperature!r} must be a finite number > 0")
         temperature = 1.0
-    if not isinstance(entropy, bool):
-        wrong.append(f"entropy={entropy!r} must be True or False")
+    wrong += flag_errors("entropy", entropy)
     LossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale).checked(where, wrong)
     # softcap(a) / T is the cap softcap / T of a / T.
     options = LossOptions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,7 +151,7 @@ def _require_none(bad: Tensor, mine: Tensor, message: str) -> None:
         raise ValueError(f"{message}; {int(bad)} are not, {int(mine)} of them on this rank")
 
 
-def _as_list(values: Tensor | float | Sequence[Tensor | float]) -> list[Tensor | float]:
+def _as_list(values: object) -> list[Any]:
     if not isinstance(values, Sequence) or isinstance(values, str):
         return [values]
     return [number for value in values for number in _as_list(value)]
