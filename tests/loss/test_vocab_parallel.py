@@ -156,7 +156,7 @@ def test_dtensor_and_wrong_arguments() -> None:
         ValueError, match=r"must have [34] columns on this rank, its share of 7 over 2"
     ):
         vocab_parallel_ce(full, labels, tp, vocab_size=7)
-    with pytest.raises(ValueError, match=r"vocab_size=9 must be in \[1, padded_size=8\]"):
+    with pytest.raises(ValueError, match=r"vocab_size=9 must be an int in \[1, padded_size=8\]"):
         vocab_parallel_ce(full[..., :4], labels, tp, vocab_size=9, padded_size=8)
     with pytest.raises(ValueError, match=r"dims \('dp', 'tp'\), it must be 1-D"):
         vocab_parallel_ce(full[..., :4], labels, grid, vocab_size=8)

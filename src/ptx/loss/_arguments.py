@@ -48,9 +48,9 @@ def flag_errors(name: str, value: object) -> list[str]:
 def mesh_errors(mesh: object, fix: str) -> list[str]:
     """What is wrong with a mesh that has to be 1-D and to contain this rank."""
     if not isinstance(mesh, DeviceMesh):
-        return [f"the mesh is a {type(mesh).__name__}, it must be a DeviceMesh: {fix}"]
+        return [f"the mesh is a {type(mesh).__name__}, it must be {fix}"]
     if mesh.ndim != 1:
-        return [f"the mesh has dims {mesh.mesh_dim_names}, it must be 1-D: {fix}"]
+        return [f"the mesh has dims {mesh.mesh_dim_names}, it must be {fix}"]
     if mesh.get_coordinate() is None:
-        return [f"this rank isn't in the mesh {mesh}: {fix}"]
+        return [f"this rank isn't in the mesh {mesh}; it must be {fix}"]
     return []

@@ -16,7 +16,7 @@ from ptx.loss._arguments import device_errors, mesh_errors, size_errors
 from ptx.loss._labels import class_ids, out_of_range, range_message
 from ptx.loss._options import LossOptions
 
-MESH = "pass loss_mesh(mesh), the ranks with different tokens"
+MESH = "the 1-D mesh of the ranks with different tokens: pass loss_mesh(mesh)"
 
 
 def token_scale(

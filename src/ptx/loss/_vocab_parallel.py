@@ -96,7 +96,7 @@ def _local_logits(logits: Tensor, mesh: DeviceMesh, vocab_size: int, columns: in
         wrong.append(f"logits are {logits.dtype}, they must be floating point")
     sizes = size_errors("padded_size", columns)
     wrong += sizes or size_errors("vocab_size", vocab_size, columns, "padded_size")
-    wrong += mesh_errors(mesh, "pass mesh['tp']")
+    wrong += mesh_errors(mesh, "1-D: pass mesh['tp']")
     if not wrong:
         share = real_columns(mesh.size(), columns, columns)[mesh.get_local_rank()]
         if logits.ndim == 0 or logits.shape[-1] != share:
