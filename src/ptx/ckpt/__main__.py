@@ -90,9 +90,9 @@ def _print_step(store: Store, folder: str, manifest: Any) -> None:
         }
         values = sum(math.prod(shape) for _, shape in tensors.values())
         note = ", one for each rank" if key in own else ""
-        print(f"{key}: {len(tensors)} tensors, {values} values{note}")
+        print(f"{_printable(key)}: {len(tensors)} tensors, {values} values{note}")
         for name, (dtype, shape) in tensors.items():
-            print(f"  {name} {dtype} {tuple(shape)}")
+            print(f"  {_printable(name)} {_printable(dtype)} {tuple(shape)}")
 
 
 def _steps(path: str) -> tuple[Store, list[tuple[int, str]]]:
@@ -113,6 +113,11 @@ def _manifest(store: Store, folder: str) -> tuple[Any, str]:
     except _disk.DamagedError as error:
         return manifest, str(error)
     return manifest, ""
+
+
+def _printable(name: str) -> str:
+    """A stranger's name, without what a terminal would obey."""
+    return name if name.isprintable() else ascii(name)
 
 
 def _size(count: float) -> str:

@@ -38,7 +38,8 @@ def vote(
     """
     row = [int(ready is not None), 0, 0, 0, int(changed), token]
     if ready is not None:
-        row[1:4] = [step, ready.hash_of(ready.equal), ready.hash_of(ready.split)]
+        split = {key: ready.hashes[key] for key in ready.split}
+        row[1:4] = [step, ready.hash_of(ready.agreed()), ready.hash_of(split)]
     rows = ranks.gather(row)
     if not all(is_ready for is_ready, *_ in rows):
         raise ranks.joined(error) from error
@@ -46,7 +47,7 @@ def vote(
     if len(steps := {row[1] for row in rows}) > 1:
         raise ValueError(f"save: the ranks save different steps, {sorted(steps)}; pass the same")
     if len({row[2] for row in rows}) > 1:
-        raise _difference(ranks.gather_objects({key: ready.hashes[key] for key in ready.equal}))
+        raise _difference(ranks.gather_objects(ready.agreed()))
     split_is_equal = len({row[3] for row in rows}) == 1
     if not split_is_equal:
         _compare(ranks.gather_objects(ready.digests))
@@ -98,6 +99,12 @@ def _difference(by_rank: list[dict[str, int]]) -> ValueError:
     first = by_rank[0]
     for rank, hashes in enumerate(by_rank):
         for key in sorted(hashes.keys() | first.keys()):
+            if (key in hashes) != (key in first):
+                here, there = (rank, 0) if key in hashes else (0, rank)
+                return ValueError(
+                    f"save: {key!r} is in the state of rank {here}, and not of rank {there}; save the"
+                    " same keys on all ranks"
+                )
             if hashes.get(key) != first.get(key):
                 return ValueError(
                     f"save: {key!r} differs between rank 0 and rank {rank}; make the ranks agree, or"

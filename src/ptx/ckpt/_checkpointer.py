@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from ptx.ckpt import _disk
 from ptx.ckpt._agree import vote
+from ptx.ckpt._calls import Calls, one_at_a_time
 from ptx.ckpt._exit import at_exit_hook, finish_dropped
-from ptx.ckpt._in_flight import InFlight, SaveHandle
+from ptx.ckpt._in_flight import InFlight, Save, SaveFailedError, SaveHandle
 from ptx.ckpt._layout import signature
 from ptx.ckpt._match import Options
 from ptx.ckpt._options import check_options, checked_step, new_token
@@ -95,6 +96,7 @@ class AsyncCheckpointer:
         self._layout: Layout | None = None
         self._meta: Any = None
         self._closed = False
+        self._calls = Calls()
         # Both hold no reference to this: who drops it without closing loses nothing either.
         self._at_exit = at_exit_hook(weakref.ref(self), os.getpid())
         self._dropped = weakref.finalize(self, finish_dropped, self._flight, os.getpid())
@@ -105,6 +107,7 @@ class AsyncCheckpointer:
         """What ``save`` was given with the step that was loaded; None before a load."""
         return self._meta
 
+    @one_at_a_time
     def save(
         self,
         step: SupportsIndex,
@@ -164,13 +167,15 @@ class AsyncCheckpointer:
         try:
             assert self._layout is not None
             stage(flight, save, slot, self._layout, ready, split_is_equal, self._retention)
-        except Exception as problem:  # the next round tells all ranks
+        except BaseException as problem:  # the next round tells all ranks
             save.failure = f"{type(problem).__name__}: {problem}"
-        handle = flight.handle(save)
+            if not isinstance(problem, Exception):
+                raise
         if block:
-            handle.wait()
-        return handle
+            flight.wait_for(save)
+        return SaveHandle(save, flight.becomes(save), self._wait_for)
 
+    @one_at_a_time
     def load(
         self,
         state: Mapping[str, Stateful],
@@ -240,6 +245,7 @@ class AsyncCheckpointer:
             return step
         return None
 
+    @one_at_a_time
     def poll(self) -> None:
         """Learn what became of the saves in flight; made to be called after every step.
 
@@ -254,6 +260,7 @@ class AsyncCheckpointer:
         self._require_open("poll")
         self._flight.poll()
 
+    @one_at_a_time
     def wait(self) -> None:
         """Return once all saves are durable; raises as ``poll`` does."""
         self._require_open("wait")
@@ -261,15 +268,8 @@ class AsyncCheckpointer:
 
     def close(self) -> None:
         """Finish what is in flight, end the writer, free the buffers; raises as ``poll`` does."""
-        if self._closed:
-            return
-        try:
-            if not self._ranks.gone:
-                self.wait()
-            elif problems := self._flight.finish_alone():
-                raise RuntimeError(f"close: unfinished: {'; '.join(problems)}")
-        finally:
-            self._shut()
+        if not self._closed and not self._calls.in_fork:  # a fork's close is the parent's affair
+            self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -282,10 +282,32 @@ class AsyncCheckpointer:
     ) -> None:
         if kind is None:
             self.close()
-        elif not self._closed:
+        elif not self._closed and not self._calls.in_fork:
             # Other ranks may not be here, so nothing that waits for them.
-            for problem in self._flight.finish_alone():
+            problems = self._flight.finish_alone()
+            for problem in problems:
                 sys.stderr.write(f"AsyncCheckpointer: {problem}\n")
+            self._shut()
+            if problems and isinstance(error, SystemExit) and not error.code:
+                raise SystemExit(1) from error
+
+    @one_at_a_time
+    def _wait_for(self, save: Save) -> None:
+        self._flight.wait_for(save)
+
+    @one_at_a_time
+    def _close(self) -> None:
+        try:
+            if not self._ranks.gone:
+                self._flight.wait_for_all()
+            elif problems := self._flight.finish_alone():
+                raise RuntimeError(f"close: unfinished: {'; '.join(problems)}")
+        except SaveFailedError:
+            raise
+        except BaseException:  # a peer is dead, say; what can be written is written
+            self._flight.finish_alone()
+            raise
+        finally:
             self._shut()
 
     def _require_open(self, where: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
+import stat
 from typing import Any
 
 import xxhash
@@ -85,7 +87,7 @@ def unseal(file: str, raw: bytes) -> Any:
         raise DamagedError(file, 0, "its checksum doesn't match, or it isn't whole")
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(file, len(line) + 1, f"it is no JSON: {error}") from None
 
 
@@ -93,7 +95,7 @@ def read_manifest(folder: str) -> tuple[bytes, Any]:
     """The raw manifest of a step and its value; raises `DamagedError`."""
     path = os.path.join(folder, MANIFEST)
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_plain(path), "rb") as file:
             raw = file.read()
     except OSError as error:
         raise DamagedError(path, 0, _reason(error)) from None
@@ -105,9 +107,12 @@ def check_sizes(folder: str, manifest: Any) -> None:
     for entry in manifest["files"]:
         path = os.path.join(folder, entry["name"])
         try:
-            size = os.stat(path).st_size
+            about = os.stat(path)
         except OSError as error:
             raise DamagedError(path, 0, _reason(error)) from None
+        size = about.st_size
+        if not stat.S_ISREG(about.st_mode):
+            raise DamagedError(path, 0, "it is no plain file")
         if size != entry["bytes"]:
             raise DamagedError(
                 path, min(size, entry["bytes"]), f"{size} bytes, not {entry['bytes']}"
@@ -119,7 +124,7 @@ def check_chunks(folder: str, entry: Any, chunks: list[int] | None = None) -> No
     path = os.path.join(folder, entry["name"])
     buffer = memoryview(bytearray(PIECE_BYTES))
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_plain(path)
     except OSError as error:
         raise DamagedError(path, 0, _reason(error)) from None
     try:
@@ -148,6 +153,15 @@ def check_chunks(folder: str, entry: Any, chunks: list[int] | None = None) -> No
                 )
     finally:
         os.close(fd)
+
+
+def open_plain(path: str) -> int:
+    """A descriptor to read from; raises OSError for what isn't a plain file, and may never end."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no plain file")
+    return fd
 
 
 def write_whole(path: str, data: bytes) -> None:

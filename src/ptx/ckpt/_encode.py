@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -56,6 +57,21 @@ def decode(tree: Json, name: str, tensors: Mapping[str, Any]) -> Any:
     return _SCALARS[kind](*rest)
 
 
+class Named(dict[str, Any]):
+    """For `decode`: has every tensor, and keeps the names that were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.found.add(name)
+        return default
+
+
 def tensor_problem(tensor: Tensor) -> str | None:
     """Why a tensor can't be kept as plain bytes, if so."""
     if type(tensor) not in TENSORS:
@@ -95,7 +111,7 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], outer: tuple[int,
     if kind is dict and all(type(key) is str for key in value) and "$" not in value:
         return {k: _encode(item, f"{name}.{k}", tensors, outer) for k, item in value.items()}
     if kind in (dict, OrderedDict, Counter):
-        keys = [_encode(key, f"a key of {name}", {}, outer) for key in value]
+        keys = [_encode_plain(key, f"a key of {name}", outer) for key in value]
         items = [_encode(v, f"{name}.{k}", tensors, outer) for k, v in zip(keys, value.values())]
         return {"$": [_MAPPING_NAMES[kind], [list(pair) for pair in zip(keys, items)]]}
     if kind is list:
@@ -104,7 +120,7 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], outer: tuple[int,
         return {"$": ["tuple", _encode(list(value), name, tensors, outer)]}
     if kind in (set, frozenset):
         # Sorted: two ranks may hold equal sets in another order.
-        items = sorted((_encode(item, name, {}, outer) for item in value), key=repr)
+        items = sorted((_encode_plain(item, name, outer) for item in value), key=repr)
         return {"$": [kind.__name__, items]}
     if kind in (bytes, bytearray):
         return {"$": ["bytes", base64.b64encode(value).decode()]}
@@ -112,13 +128,32 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor], outer: tuple[int,
         return {"$": ["complex", value.real.hex(), value.imag.hex()]}
     if kind is torch.dtype:
         return {"$": ["dtype", dtype_name(value)]}
-    if kind.__module__ == "numpy" and not value.dtype.hasobject:
+    if _is_numpy(value):
         data = base64.b64encode(value.tobytes()).decode()
         shape = list(value.shape) if kind.__name__ == "ndarray" else None
         return {"$": ["numpy", value.dtype.str, shape, data]}
     raise ValueError(
         f"save: {name!r} is a {kind.__module__}.{kind.__qualname__}, which would have to be pickled; {FIX}"
     )
+
+
+def _encode_plain(value: Any, name: str, outer: tuple[int, ...]) -> Json:
+    found: dict[str, Tensor] = {}
+    tree = _encode(value, name, found, outer)
+    if found:
+        raise ValueError(f"save: {name!r} has a tensor where only plain values can be; {FIX}")
+    return tree
+
+
+def _is_numpy(value: Any) -> bool:
+    """A number or a plain array, of a dtype that its short name says all about."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
+        return False
+    try:
+        return not value.dtype.hasobject and bool(numpy.dtype(value.dtype.str) == value.dtype)
+    except TypeError:
+        return False
 
 
 def _is_tensor(tree: Json) -> bool:

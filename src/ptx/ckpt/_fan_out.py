@@ -30,7 +30,7 @@ class Stage:
 
     def __init__(self, shared: Shared, stage_dir: str, limit: int) -> None:
         self.shared = shared
-        mark = f"ptx-stage-{xxhash.xxh3_64_hexdigest(shared.store.root.encode())}-"
+        mark = f"ptx-stage-{xxhash.xxh3_64_hexdigest(os.fsencode(shared.store.root))}-"
         own = f"{mark}{shared.config['run']}"
         self.folder = os.path.join(stage_dir, f"{own}-rank-{shared.rank:05d}")
         os.makedirs(stage_dir, exist_ok=True)

@@ -73,6 +73,10 @@ class SaveHandle:
         return f"SaveHandle(step={self.step}, {state}, path={str(self.path)!r})"
 
 
+class SaveFailedError(RuntimeError):
+    """Saves failed; raised on all ranks together, which may go on."""
+
+
 class InFlight:
     """The saves of one checkpointer that aren't settled yet.
 
@@ -115,10 +119,23 @@ class InFlight:
             if not settled():
                 self._take(LOOK_SECONDS)
 
+    def wait_for_all(self) -> None:
+        """Raises only once nothing is in flight, whatever failed before."""
+        problems = []
+        while True:
+            try:
+                self.wait(lambda: not self.pending)
+            except SaveFailedError as problem:
+                problems.append(str(problem))
+            else:
+                break
+        if problems:
+            raise SaveFailedError("; ".join(problems))
+
     def wait_for(self, save: Save) -> None:
         self.wait(lambda: save not in self.pending)
         if save.error is not None:
-            raise RuntimeError(f"save of step {save.step} failed: {save.error}")
+            raise SaveFailedError(f"save of step {save.step} failed: {save.error}")
 
     def acquire(self, wait: bool) -> int | None:
         """A slot that is free here, while one is on every rank; None if not, and not to wait."""
@@ -145,9 +162,9 @@ class InFlight:
         self.pending.append(Save(step, self._seq, folder))
         return self.pending[-1]
 
-    def handle(self, save: Save) -> SaveHandle:
+    def becomes(self, save: Save) -> Path | str:
         path = self.store.committed_path(save.step, save.folder)
-        return SaveHandle(save, path if is_url(path) else Path(path), self.wait_for)
+        return path if is_url(path) else Path(path)
 
     def write(self, save: Save, slot: int, sections: list[bytes], job: dict[str, Any]) -> None:
         """Hand a staged slot to the writer."""
@@ -265,20 +282,26 @@ class InFlight:
             return False
         failed, no_slot, committed = self._round.result()
         self._round = None
-        for one in [one for one in self.pending if one.seq <= committed]:
-            one.done = True
-            self.pending.remove(one)
-        if failed:
-            self._agree_on_failures()
+        try:
+            # First: a later save may be committed after one that failed.
+            if failed:
+                self._agree_on_failures()
+        finally:
+            for one in [one for one in self.pending if one.seq <= committed]:
+                one.done = True
+                self.pending.remove(one)
         return bool(no_slot)
 
     def _agree_on_failures(self) -> None:
         mine = {one.seq: one.failure for one in self.pending if one.failure}
+        committed = {one.seq for one in self.pending if one.finished and self.ranks.rank == 0}
+        answers = self.ranks.gather_objects((mine, committed))
         texts: dict[int, list[str]] = {}
-        for rank, failures in enumerate(self.ranks.gather_objects(mine)):
+        for rank, (failures, _) in enumerate(answers):
             for seq, text in failures.items():
                 texts.setdefault(seq, []).append(f"rank {rank}: {text}")
-        failed = [one for one in self.pending if one.seq in texts]
+        # A writer that died behind its part has spoilt nothing, if the step is committed.
+        failed = [one for one in self.pending if one.seq in texts.keys() - answers[0][1]]
         for one in failed:
             one.error = "; ".join(texts[one.seq][:8])
             self.pending.remove(one)
@@ -288,6 +311,6 @@ class InFlight:
                 if self.ranks.rank == 0:
                     self.store.discard(one.folder)
         if failed:
-            raise RuntimeError(
+            raise SaveFailedError(
                 "; ".join(f"save of step {one.step} failed: {one.error}" for one in failed)
             )

@@ -115,7 +115,12 @@ def _pair(step: Step, parts: Mapping[str, Part], ranks: Ranks, options: Options)
         dot = prefix + "."
         specs = {n.removeprefix(dot): s for n, s in step.tensors.items() if n.startswith(dot)}
         saved = Saved(specs, notes)
-        targets = part.targets(saved)
+        try:
+            targets = part.targets(saved)
+        except ValueError as problem:
+            raise ValueError(
+                f"load: {key!r} of {step.folder}: {str(problem).removeprefix('load: ')}"
+            ) from None
         by_name = {dot + name: tensor for name, tensor in targets.tensors.items()}
         found.missing += [dot + name for name in targets.missing]
         found.taken |= {*by_name, *(dot + name for name in targets.extras)}
@@ -152,6 +157,8 @@ def _tensor_problems(step: Step, matches: list[Match], allow_cast: bool) -> list
             spec = step.tensors[name]
             if tensor.is_meta:
                 meta.append(name)
+            if any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape)):
+                wrong.append(f"{name!r} is expanded here, with values that share memory; clone it")
             if tuple(tensor.shape) != spec.shape:
                 wrong.append(f"{name!r} has shape {spec.shape} in it, {tuple(tensor.shape)} here")
             elif tensor.dtype != spec.dtype and not allow_cast:

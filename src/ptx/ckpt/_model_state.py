@@ -59,6 +59,7 @@ class ModelState(Part):
         return [name for name in names if name in buffers]
 
     def targets(self, saved: Saved) -> Targets:
+        require_notes(saved, "tied", "a model")
         tensors, aliases = named_tensors(self.parts)
         targets = Targets()
         for name, key in saved_names(aliases, saved.notes["tied"], saved.tensors).items():
@@ -123,6 +124,11 @@ def named_tensors(parts: Sequence[nn.Module]) -> tuple[dict[str, Tensor], dict[s
                 elif name != first[id(tensor)] and name not in aliases[first[id(tensor)]]:
                     aliases[first[id(tensor)]].append(name)
     return tensors, aliases
+
+
+def require_notes(saved: Saved, note: str, what: str) -> None:
+    if note not in saved.notes:
+        raise ValueError(f"load: it wasn't saved as {what}, which is what is here")
 
 
 def tied(aliases: Mapping[str, list[str]]) -> dict[str, list[str]]:

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from ptx.ckpt._model_state import named_tensors, saved_names, tied
-from ptx.ckpt._parts import Part, Saved, Spec, Targets, find_tensors
+from ptx.ckpt._model_state import named_tensors, require_notes, saved_names, tied
+from ptx.ckpt._parts import Part, Saved, Spec, Targets, find_tensors, new_like
 
 # How a step is computed, not what: a load leaves these as the optimizer was built.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -72,6 +72,7 @@ class OptimizerState(Part):
         return []  # as for the parameters
 
     def targets(self, saved: Saved) -> Targets:
+        require_notes(saved, "group_of", "an optimizer")
         names, group_of = self._saved_names(saved), saved.notes["group_of"]
         by_parameter: dict[str, list[str]] = {}
         for path in saved.tensors:
@@ -96,7 +97,7 @@ class OptimizerState(Part):
                 if option != path and path not in targets.tensors:
                     value, spec = group.get(option), saved.tensors[path]
                     if not isinstance(value, Tensor):
-                        value = torch.empty(spec.shape, dtype=spec.dtype)
+                        value = new_like(spec, None)
                     targets.tensors[path] = value
         return targets
 
@@ -105,9 +106,8 @@ class OptimizerState(Part):
         options, states = {}, {}
         for _, key, group in self._groups():
             known = [names[p][0] for p in group["params"]]
-            options[key] = state["param_groups"].get(
-                _saved_key(key, known, saved.notes["group_of"]), {}
-            )
+            saved_key = _saved_key(key, known, saved.notes["group_of"])
+            options[key] = state["param_groups"].get(saved_key, {})
             for parameter in group["params"]:
                 name, is_saved = names[parameter]
                 if is_saved and name in state["state"]:
@@ -153,7 +153,9 @@ def _set_options(group: Group, saved: Group) -> None:
             continue
         if isinstance(live, Tensor):
             if value is not live:
-                live.copy_(torch.as_tensor(value))  # a compiled step reads this very tensor
+                live.copy_(
+                    torch.as_tensor(value, device=live.device)
+                )  # a compiled step reads this very tensor
         else:
             group[option] = value.item() if isinstance(value, Tensor) and option in group else value
 
@@ -166,17 +168,22 @@ def _parameter_of(path: str, names: dict[str, str]) -> str:
     return name
 
 
-def _saved_key(key: str, names: list[str], group_of: dict[str, str]) -> str:
-    """Which saved group has the options of the live one: the one that its parameters were in."""
+def _saved_key(key: str, names: list[str], group_of: dict[str, str]) -> str | None:
+    """Which saved group has the options of the live one: the one that its parameters were in.
+
+    None if none of them was saved: a group of new parameters keeps its options. One without
+    parameters (of a pipeline stage) is known by its number.
+    """
     keys = sorted({group_of[name] for name in names if name in group_of})
     if len(keys) > 1:
         raise ValueError(
             f"load: group {key} of the optimizer holds parameters of the saved groups {keys}, whose"
             " options may differ; build the groups as they were when it was saved"
         )
-    return keys[0] if keys else key
+    return keys[0] if keys else None if names else key
 
 
+@torch.inference_mode(False)
 def _new_state(spec: Spec, parameter: Tensor, group: Group) -> Tensor:
     """Memory for a state that the optimizer would make at its next step, laid out as it would."""
     if not spec.shape:  # the step: on CPU, unless the kernel counts it

@@ -101,10 +101,11 @@ def find_tensors(value: Any, name: str, found: dict[str, Tensor]) -> None:
             find_tensors(item, f"{name}.{i}" if name else str(i), found)
 
 
+@torch.inference_mode(False)  # such tensors could never be changed outside of it
 def new_like(spec: Spec, live: Tensor | None) -> Tensor:
     """An empty tensor laid out as the one that the object has now, else a plain one on CPU."""
     if live is None or tuple(live.shape) != spec.shape:
-        return torch.empty(spec.shape, dtype=spec.dtype)
+        return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
     if live.is_meta:
         return live  # refused by the caller
     with torch.no_grad():

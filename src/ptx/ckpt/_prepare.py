@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +45,14 @@ class Prepared:
     digests: dict[str, int] = field(default_factory=dict)
     meta: str = "null"
 
-    def hash_of(self, keys: Iterable[str]) -> int:
-        text = repr([(key, self.hashes[key]) for key in sorted(keys)])
+    def agreed(self) -> dict[str, int]:
+        """What has to be the same on all ranks: by key a hash, or else of which kind it is."""
+        return {
+            key: self.hashes[key] if key in self.equal else key in self.own for key in self.keys
+        }
+
+    def hash_of(self, hashes: Mapping[str, int]) -> int:
+        text = repr(sorted(hashes.items()))
         return xxhash.xxh3_64_intdigest(text.encode()) & HASH_MASK
 
     def body(

@@ -36,14 +36,15 @@ class Ranks:
         """``numbers`` of each rank."""
         if self.size == 1:
             return [numbers]
-        mine = torch.tensor(numbers, dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine, group=self.group)
         return [row.tolist() for row in rows]
 
     def start_max(self, numbers: list[int]) -> Maximum:
         """Begins the elementwise maximum over ranks; nobody waits yet."""
-        return Maximum(torch.tensor(numbers, dtype=torch.int64), self.group, self.size)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return Maximum(mine, self.group, self.size)
 
     def gather_objects(self, value: T) -> list[T]:
         if self.size == 1:

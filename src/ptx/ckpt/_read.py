@@ -120,7 +120,7 @@ class Files:
         return self._maps[name]
 
     def _open(self, name: str) -> int:
-        return os.open(os.path.join(self.step.folder, name), os.O_RDONLY | os.O_CLOEXEC)
+        return _disk.open_plain(os.path.join(self.step.folder, name))
 
 
 def verify_share(files: Files, reads: Iterable[Copy], rank: int, world_size: int) -> list[str]:

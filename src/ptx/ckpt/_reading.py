@@ -22,7 +22,7 @@ def reading(manifest: str) -> Iterator[None]:
     fd = -1
     for _ in range(TRIES):
         try:
-            fd = os.open(manifest, os.O_RDONLY | os.O_CLOEXEC)
+            fd = _disk.open_plain(manifest)
         except OSError:
             break
         with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ import xxhash
 from ptx.ckpt import _disk
 from ptx.ckpt._copy import copy_verified
 from ptx.ckpt._lock import LOCK, LockFile
+from ptx.ckpt._manifest import check_manifest
 from ptx.ckpt._store import ATTEMPT
 
 
@@ -158,7 +159,10 @@ class RemoteStore:
             raw = self.read(_name(path), _disk.MANIFEST)
         except FileNotFoundError:
             raise _disk.DamagedError(url, 0, "it isn't there") from None
-        return raw, _disk.unseal(url, raw)
+        manifest = _disk.unseal(url, raw)
+        if match := ATTEMPT.fullmatch(_name(path)):
+            check_manifest(url, manifest, int(match[1]))
+        return raw, manifest
 
     def check_sizes(self, path: str, manifest: Any) -> None:
         inside = self._inside(_name(path))

@@ -35,13 +35,17 @@ class RngState(Part):
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
             "torch": torch.get_rng_state(),
-            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+            "python": {
+                "version": version,
+                "words": torch.tensor(words, device="cpu"),
+                "gauss": gauss,
+            },
         }
         if accelerator := torch.accelerator.current_accelerator(check_available=True):
             state[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
         if numpy := sys.modules.get("numpy"):
             kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-            keys = torch.tensor(keys.astype("int64"))
+            keys = torch.tensor(keys.astype("int64"), device="cpu")
             state["numpy"] = [kind, keys, position, has_gauss, gauss]
         return state
 

@@ -51,10 +51,11 @@ class Slot:
         self.size = 0
         self.layout: Layout | None = None
         self._map: mmap.mmap | None = None
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._views: list[tuple[str, tuple[slice, ...] | None, Tensor]] = []
         self._pinned = False
 
+    @torch.inference_mode(False)  # these tensors are written outside of it as well
     def lay_out(self, layout: Layout, sections: int) -> None:
         """Make room for the layout and ``sections`` bytes behind it; does nothing if there is.
 
@@ -121,7 +122,7 @@ class Slot:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
             self._pinned = False
         self._views, self.layout, self.size = [], None, 0
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         if self._map is not None:
             with contextlib.suppress(BufferError):  # a view that someone still holds frees it later
                 self._map.close()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ptx.ckpt._model_state import ModelState
 from ptx.ckpt._optimizer_state import OptimizerState
-from ptx.ckpt._parts import Part, Stateful, model_parts
+from ptx.ckpt._parts import Part, Saved, Stateful, Targets, model_parts
 from ptx.ckpt._rng import RngState
 
 OWN_KEYS = ("model", "optimizer", "rng")
@@ -91,6 +91,8 @@ class PerRank:
 
 def stateful(key: str, value: Any, *, where: str) -> Stateful:
     """``value`` as a Stateful; raises ValueError if it can't be loaded in place."""
+    if not isinstance(key, str) or not key or "." in key:
+        raise ValueError(f"{where}: keys of a state are names without dots, got {key!r}")
     if isinstance(value, nn.Module):
         return ModelState([value])
     if isinstance(value, Tensor | torch.Generator | list | dict):
@@ -113,6 +115,9 @@ def part_of(key: str, value: Any, *, where: str) -> Part:
     value = stateful(key, value, where=where)
     if isinstance(value, Part):
         return value
+    inner = value.value if isinstance(value, PerRank) else value
+    if isinstance(inner, _InPlace):
+        return _InPlacePart(inner, isinstance(value, PerRank))
     if isinstance(value, PerRank):
         return _OfRank(value)
     return Part(value)
@@ -120,6 +125,22 @@ def part_of(key: str, value: Any, *, where: str) -> Part:
 
 class _OfRank(Part):
     per_rank = True
+
+
+class _InPlacePart(Part):
+    def __init__(self, stateful: _InPlace, per_rank: bool) -> None:
+        super().__init__(stateful)
+        self.per_rank = per_rank
+
+    def targets(self, saved: Saved) -> Targets:
+        value = self.stateful.state_dict()["value"]
+        if saved.notes or (isinstance(value, Tensor) and list(saved.tensors) != ["value"]):
+            raise ValueError(
+                f"load: what was saved isn't a {type(value).__name__}, which is what is here"
+            )
+        if isinstance(self.stateful.value, Tensor):
+            return Targets({"value": value})  # itself: its shape and dtype have to fit
+        return super().targets(saved)
 
 
 class _InPlace:
@@ -137,8 +158,9 @@ class _InPlace:
         if isinstance(value, torch.Generator):
             value.set_state(new)
         elif isinstance(value, Tensor):
-            with torch.no_grad():
-                value.copy_(new)
+            if new is not value:
+                with torch.no_grad():
+                    value.copy_(new)
         elif type(value) is not type(new):
             raise ValueError(
                 f"load: a {type(new).__name__} was saved, not a {type(value).__name__}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from ptx.ckpt import _disk
-from ptx.ckpt._encode import decode, dtype_of
+from ptx.ckpt._encode import Named, decode, dtype_of
 from ptx.ckpt._layout import Box
 from ptx.ckpt._parts import Spec
 
@@ -28,7 +30,8 @@ class Step:
         manifest: The value of its manifest.
 
     Raises:
-        ValueError: A newer format than this version of ptx reads.
+        ValueError: A newer format than this version of ptx reads, or an unknown dtype.
+        _disk.DamagedError: Values that can't be read, or don't belong to the tensors.
     """
 
     def __init__(self, folder: str, manifest: Any) -> None:
@@ -52,6 +55,7 @@ class Step:
                 Chunk(rank, start, (tuple(offsets), tuple(sizes)))
                 for rank, start, offsets, sizes in chunks
             ]
+        self._check()
 
         # What modules keep beside tensors, by full name.
         self.extras = [
@@ -64,6 +68,31 @@ class Step:
     @property
     def meta(self) -> Any:
         return decode(self.manifest["meta"], "meta", {})
+
+    def _check(self) -> None:
+        """Read all values once, before any tensor is written."""
+        file = os.path.join(self.folder, _disk.MANIFEST)
+        by_file = {_disk.data_file(c.rank): 0 for some in self.chunks.values() for c in some}
+        for name, some in self.chunks.items():
+            for chunk in some:
+                data_file = _disk.data_file(chunk.rank)
+                stop = chunk.start + prod(chunk.box[1]) * self.tensors[name].dtype.itemsize
+                by_file[data_file] = max(by_file[data_file], stop)
+        for data_file, stop in by_file.items():
+            if stop > self.files[data_file]["bytes"]:
+                raise _disk.DamagedError(file, 0, f"{data_file} doesn't hold all of its tensors")
+        named = Named()
+        try:
+            decode(self.manifest["meta"], "meta", {})
+            for key in self.keys:
+                for rank in range(self.world_size if key in self.own else 1):
+                    decode(
+                        self.trees(key, rank)[0], f"{key}.{rank}" if key in self.own else key, named
+                    )
+        except Exception as problem:
+            raise _disk.DamagedError(file, 0, f"its values can't be read: {problem!r}") from None
+        if odd := sorted(named.found ^ self.tensors.keys()):
+            raise _disk.DamagedError(file, 0, f"its values and tensors don't match: {odd[:8]}")
 
     def trees(self, key: str, rank: int) -> tuple[Any, Any]:
         """A key's values, without tensors, and its notes; ``rank``: whose, if it differs by rank."""

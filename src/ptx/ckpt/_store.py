@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from ptx.ckpt import _disk
 from ptx.ckpt._copy import copy_verified
 from ptx.ckpt._lock import LocalLockFile, LockFile
+from ptx.ckpt._manifest import check_manifest
 from ptx.ckpt._reading import discard_unread, reading
 
 # At a URL each attempt has a folder of its own; its number rises with time, and the highest counts.
@@ -190,7 +191,11 @@ class LocalStore:
         return os.path.exists(os.path.join(path, _disk.MANIFEST))
 
     def manifest(self, path: str) -> tuple[bytes, Any]:
-        return _disk.read_manifest(path)
+        raw, manifest = _disk.read_manifest(path)
+        name = os.path.basename(path)
+        if match := _disk.STEP.fullmatch(name) or _disk.REPLACED.fullmatch(name):
+            check_manifest(os.path.join(path, _disk.MANIFEST), manifest, int(match[1]))
+        return raw, manifest
 
     def check_sizes(self, path: str, manifest: Any) -> None:
         _disk.check_sizes(path, manifest)

@@ -80,7 +80,9 @@ def find_steps(path: str | os.PathLike[str]) -> tuple[Store, list[tuple[int, str
     parent, _, name = text.rpartition("/")
     if match := (ATTEMPT if is_url(path) else _disk.STEP).fullmatch(name):
         store = open_store(parent)
-        return store, [(int(match[1]), text)] if store.is_there(text) else []
+        inner = open_store(text)  # a root may have such a name, too
+        if store.has_manifest(text) or not (inner.content() and inner.folders()):
+            return store, [(int(match[1]), text)] if store.is_there(text) else []
     store = open_store(text)
     return store, store.folders() if store.content() is not None else []
 

@@ -32,7 +32,8 @@ def frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
     fd = os.memfd_create("ptx-frame")
     try:
         with torch.serialization.skip_data(), os.fdopen(os.dup(fd), "wb") as file:
-            torch.save(torch.empty(sizes, dtype=dtype), file)  # never touched, so never allocated
+            # Never touched, so never allocated.
+            torch.save(torch.empty(sizes, dtype=dtype, device="cpu"), file)
         size, nbytes = os.fstat(fd).st_size, torch.Size(sizes).numel() * dtype.itemsize
         start = _values_start(os.pread(fd, min(size, 2**16), 0))
         tail = os.pread(fd, size - start - nbytes, start + nbytes)
