@@ -123,7 +123,8 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """A hash of each tensor's bits, dtype and shape."""
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        data = local_part(tensor).contiguous().reshape(-1).view(torch.uint8)
+        plain = local_part(tensor).resolve_conj().resolve_neg()
+        data = plain.contiguous().reshape(-1).view(torch.uint8)
         by_device.setdefault(data.device, {})[name] = data
     found = {}
     for device, some in by_device.items():
