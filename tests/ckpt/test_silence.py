@@ -251,19 +251,20 @@ def test_modes_around_a_call_do_not_matter(context: Any, tmp_path: Path) -> None
 
 
 def test_a_group_of_new_parameters_keeps_its_options(tmp_path: Path) -> None:
-    def build(*rates: float) -> Any:
-        model = nn.ModuleDict({f"m{rate:.0f}"[:2]: nn.Linear(2, 2) for rate in rates})
+    def build(**rates: float) -> Any:
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in rates})
         groups = [
-            {"params": layer.parameters(), "lr": rate} for layer, rate in zip(model.values(), rates)
+            {"params": layer.parameters(), "lr": rate}
+            for layer, rate in zip(model.values(), rates.values())
         ]
         optimizer = torch.optim.SGD(groups, lr=0.0)
         return optimizer, train_state(model, optimizer)
 
-    _, saved = build(1.0, 2.0)
-    optimizer, state = build(7.0, 1.5, 2.5)
+    _, saved = build(a=1.0, b=2.0)
+    optimizer, state = build(new=7.0, a=1.5, b=2.5)
     with AsyncCheckpointer(tmp_path) as c:
         c.save(1, saved, block=True)
-        c.load(state, allow_missing=["model.m7", "optimizer.state.m7"])
+        c.load(state, allow_missing=["model.new", "optimizer.state.new"])
     assert [group["lr"] for group in optimizer.param_groups] == [7.0, 1.0, 2.0]
 
 
@@ -283,6 +284,7 @@ def test_values_that_share_memory_are_refused_before_anything_is_written(tmp_pat
 
 
 def test_conjugate_and_negative_views(tmp_path: Path) -> None:
+    # Of one value each: contiguous, whatever its stride.
     views = [torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag]
     loaded: list[Any] = []
     with AsyncCheckpointer(tmp_path) as c:
@@ -319,3 +321,21 @@ def save_other_keys(root: Path, kind: str) -> str:
 )
 def test_keys_that_only_some_ranks_save_are_refused(kind: str, tmp_path: Path) -> None:
     assert len(set(run(save_other_keys, 2, tmp_path, kind))) == 1
+
+
+def test_a_slot_is_free_once_its_save_is_done(tmp_path: Path) -> None:
+    small = Small()
+    with AsyncCheckpointer(tmp_path, slots=1, on_busy="skip") as c:
+        c.save(0, small.state, block=True)
+        flight, reports = c._flight, []
+        writer = flight._writer
+        assert writer is not None
+        original = writer.reports
+
+        def late(seconds: float = 0.0) -> Any:  # "written" comes behind "committed"
+            reports.extend(original(seconds))
+            return [one for one in reports if one["event"] == "committed"]
+
+        writer.reports = late  # type: ignore[method-assign]
+        c.save(1, small.state, block=True)
+        assert c.save(2, small.state) is not None

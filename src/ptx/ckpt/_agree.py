@@ -100,10 +100,10 @@ def _difference(by_rank: list[dict[str, int]]) -> ValueError:
     for rank, hashes in enumerate(by_rank):
         for key in sorted(hashes.keys() | first.keys()):
             if (key in hashes) != (key in first):
-                here, there = (rank, 0) if key in hashes else (0, rank)
+                only = rank if key in hashes else 0
                 return ValueError(
-                    f"save: {key!r} is in the state of rank {here}, and not of rank {there}; save the"
-                    " same keys on all ranks"
+                    f"save: {key!r} differs between rank 0 and rank {rank}: only rank {only} has it;"
+                    " save the same keys on all ranks"
                 )
             if hashes.get(key) != first.get(key):
                 return ValueError(

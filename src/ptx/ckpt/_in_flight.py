@@ -290,6 +290,7 @@ class InFlight:
             for one in [one for one in self.pending if one.seq <= committed]:
                 one.done = True
                 self.pending.remove(one)
+                self._release(one)  # this rank's report of its part may come later
         return bool(no_slot)
 
     def _agree_on_failures(self) -> None:

@@ -124,7 +124,8 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         plain = local_part(tensor).resolve_conj().resolve_neg()
-        data = plain.contiguous().reshape(-1).view(torch.uint8)
+        # as_strided: a single value of any stride is contiguous, and yet has no view as bytes.
+        data = plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
         by_device.setdefault(data.device, {})[name] = data
     found = {}
     for device, some in by_device.items():
