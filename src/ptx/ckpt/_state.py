@@ -130,6 +130,7 @@ class _OfRank(Part):
 class _InPlacePart(Part):
     def __init__(self, stateful: _InPlace, per_rank: bool) -> None:
         super().__init__(stateful)
+        self.live = stateful.value
         self.per_rank = per_rank
 
     def targets(self, saved: Saved) -> Targets:
@@ -138,8 +139,8 @@ class _InPlacePart(Part):
             raise ValueError(
                 f"load: what was saved isn't a {type(value).__name__}, which is what is here"
             )
-        if isinstance(self.stateful.value, Tensor):
-            return Targets({"value": value})  # itself: its shape and dtype have to fit
+        if isinstance(self.live, Tensor):
+            return Targets({"value": self.live})  # itself: its shape and dtype have to fit
         return super().targets(saved)
 
 
