@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,10 @@ from losses import LossName
 from models import check_model
 from sources import TextUnit
 from trackers import TrackerName, missing_packages
+
+AFTER_RANK_0 = (
+    2.0  # seconds: once one rank has ended, torchrun ends the others, so that one is heard
+)
 
 
 @dataclass
@@ -237,6 +243,18 @@ class Args:
 def parse(argv: Sequence[str] | None = None) -> Args:
     """The command line's, or ``argv``'s; exits with a message if it has what there isn't."""
     return tyro.cli(Args, args=argv, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def refuse(args: Args) -> Args:
+    """``args``, if they can work; else the process ends with the reasons, without a stack."""
+    try:
+        check(args)
+    except ValueError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(AFTER_RANK_0)
+        print(f"train.py can't start:{error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    return args
 
 
 def check(args: Args) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import ptx
-from arguments import Args, check, parse
+from arguments import Args, check, parse, refuse
 from checkpoints import Saves
 from data import TOKENIZER, TrainBatches, load_data, validation_batches
 from evaluation import validate
@@ -125,7 +125,8 @@ def main(args: Args) -> None:
         start = saves.resume(state) if saving.resume else 0
         log.open(start, start * tokens_per_step)
         parameters = sum(p.numel() for p in model.parameters())
-        log.say(f"{data.describe()}\n{parameters / 1e6:.1f} M parameters, {world} processes")
+        processes = f"{world} process{'es' * (world > 1)}"
+        log.say(f"{data.describe()}\n{parameters / 1e6:.1f} M parameters, {processes}")
         if start:
             log.say(f"going on after step {start}")
         valid_loss = math.nan
@@ -202,4 +203,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(parse())
+    main(refuse(parse()))

@@ -61,7 +61,7 @@ def finish(
     if log.enabled:
         floors = baselines(data.train[:COUNTED], data.valid, data.vocab_size)
         log.say("\nvalidation loss, nats per token:")
-        for name, nats in {**floors, args.model.name: valid_loss}.items():
+        for name, nats in {**floors, "this model": valid_loss}.items():
             log.say(f"  {name:10s} {nats:.3f}")
         path = write_report(
             args.logging.out,

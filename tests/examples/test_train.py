@@ -15,7 +15,7 @@ from running import args_of, flags_of, write_small_corpus
 import harness
 import ptx
 import train
-from arguments import check
+from arguments import check, refuse
 from data import TOKENIZER
 from models import check_model, choose_model
 
@@ -200,6 +200,22 @@ def test_a_pretrained_model_is_fine_tuned_and_exported(small_corpus, tmp_path, d
     assert ptx.load_tokenizer(tmp_path / "tuned").vocab_size == 4096
     with pytest.raises(ValueError, match="is there already"):
         check(args)
+
+
+def test_what_cannot_start_ends_with_its_reasons_and_no_stack(tmp_path, monkeypatch, capsys):
+    places = {"out": tmp_path, "cache": tmp_path}
+    args = args_of(**places)
+    assert refuse(args) is args
+    monkeypatch.setattr("arguments.AFTER_RANK_0", 0.0)
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            refuse(args_of(steps=0, log_every=0, **places))
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == (
+            "train.py can't start:\n  --log-every is 0, it must be at least 1\n"
+            "  --steps is 0, it must be at least 1\n"
+        )
 
 
 def test_explicit_sizes_beat_the_preset_and_what_cannot_fit_is_refused():
