@@ -19,9 +19,7 @@ from models import check_model
 from sources import TextUnit
 from trackers import TrackerName, missing_packages
 
-AFTER_RANK_0 = (
-    2.0  # seconds: once one rank has ended, torchrun ends the others, so that one is heard
-)
+AFTER_RANK_0 = 2.0  # seconds; as soon as one rank has ended, torchrun ends all
 
 
 @dataclass
@@ -194,8 +192,8 @@ class Logging:
     """Where metrics go besides."""
     histograms: bool = False
     """Write histograms of parameters, gradients and activations with each validation."""
-    prompt: str = "Fellow citizens of the Senate and of the House of Representatives:"
-    """What the trained model continues."""
+    prompt: str | None = None
+    """What the trained model continues; if not given, how the held-out text begins."""
 
 
 @dataclass

@@ -127,9 +127,11 @@ def _check(global_batch: int, dp_world: int, epoch_size: int | None = None) -> N
     if global_batch < 1 or global_batch % dp_world:
         wrong.append(f"global_batch {global_batch} is no multiple of {dp_world} data ranks")
     if epoch_size is not None and epoch_size < global_batch:
-        wrong.append(f"{epoch_size} windows can't fill global_batch {global_batch}")
+        wrong.append(f"{epoch_size} windows of seq_len can't fill global_batch {global_batch}")
     if wrong:
-        raise ValueError(f"batches: {', and '.join(wrong)}; change global_batch or seq_len")
+        raise ValueError(
+            f"batches: {', and '.join(wrong)}; change --global-batch or --seq-len, or take more text"
+        )
 
 
 def _share(first: int, global_batch: int, dp_rank: int, dp_world: int) -> range:

@@ -80,9 +80,10 @@ def choose_model(
         rows = {"vocab_size": vocab_size, "max_seq_len": seq_len}
         args = _sized(ptx.preset(options.name), rows | _given(options))
     if args.vocab_size < vocab_size:
+        fix = "leave --vocab-size out" if pretrained is None else "use its own, without --tokenizer"
         raise ValueError(
-            f"--model {options.name} has {args.vocab_size} entries in its vocabulary, the data has"
-            f" {vocab_size}; use its own tokenizer, or a larger --vocab-size"
+            f"--model {options.name} has {args.vocab_size} entries in its vocabulary, the tokenizer of"
+            f" the data has {vocab_size}; {fix}"
         )
     if args.max_seq_len < seq_len:
         raise ValueError(

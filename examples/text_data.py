@@ -122,13 +122,18 @@ def _check_counts(counts: tuple[int, int], is_given: bool, options: TextOptions)
     needed = max((options.hold_out_every - 1) // 2 + 1, 2)
     if sum(counts) < needed:
         raise ValueError(
-            f"load_text: {sum(counts)} documents are too few to hold out one of every"
-            f" {options.hold_out_every}: at least {needed} are needed. Name a file to validate on"
-            " (valid_data), or hold out more often (hold_out); in text files a paragraph or a line"
-            " can be a document (text_unit)"
+            f"load_text: {_counted(sum(counts), 'document')} can't be split: to hold out one of every"
+            f" {options.hold_out_every}, at least {needed} are needed. Let a paragraph or a line of"
+            " text files be a document (--text-unit), name a file to validate on (--valid-data), or"
+            " hold out more often (--hold-out)"
         )
 
 
 def _described(files: Sequence[Path]) -> str:
     size = sum(file.stat().st_size for file in files)
-    return f"{len(files)} file{'s' * (len(files) > 1)}, {size / 1e6:,.1f} MB,"
+    amount = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
+    return f"{_counted(len(files), 'file')}, {amount},"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"

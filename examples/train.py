@@ -196,7 +196,7 @@ def main(args: Args) -> None:
             if cost:
                 log.record(seen | cost)
             if saves.stopping:
-                log.say(f"stopped after step {step}, saved")
+                log.say(f"stopped after step {step}, saved; the same command goes on")
                 return log.close()
 
     finish(args, model, data, log=log, valid_loss=valid_loss, tokenizer=tokenizer, device=device)

@@ -19,6 +19,7 @@ from histograms import Activations, histograms, model_tensors, write_histograms
 from metrics import RunLog
 from report import write_report
 
+BEGINNING = 12  # tokens
 COUNTED = 2**25  # tokens at most, for the baselines: they need some 50 bytes for each
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -47,7 +48,7 @@ def finish(
     """The model continues a text, is compared with counting and exported; all ranks call it."""
     sample = None
     if data.tokenizer is not None:
-        prompt = args.logging.prompt
+        prompt = args.logging.prompt or beginning(data)
         text = generate(
             model,
             data.tokenizer,
@@ -81,6 +82,12 @@ def finish(
         )
         log.say(f"exported to {args.model.export}")
     log.close()
+
+
+def beginning(data: Data) -> str:
+    """The first tokens that were held out, or a word where they are no text."""
+    assert data.tokenizer is not None
+    return str(data.tokenizer.decode(data.valid[:BEGINNING].tolist())).strip() or "The"
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

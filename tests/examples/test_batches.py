@@ -148,9 +148,11 @@ def test_D04_ranks_of_a_tp_group_read_the_same_samples():
 def test_batches_that_cannot_be_made_are_refused_with_every_reason():
     with pytest.raises(ValueError, match="global_batch 6 is no multiple of 4 data ranks"):
         stream(global_batch=6, dp_world=4)
-    with pytest.raises(ValueError, match="10 windows can't fill global_batch 12"):
+    with pytest.raises(ValueError, match="10 windows of seq_len can't fill global_batch 12"):
         stream(global_batch=12)
-    with pytest.raises(ValueError, match=r"no multiple of 4 .* and 10 windows can't fill"):
+    with pytest.raises(
+        ValueError, match=r"no multiple of 4 .* and 10 windows of seq_len can't fill"
+    ):
         stream(global_batch=13, dp_world=4)
     with pytest.raises(ValueError, match="0 windows"):
         data.TrainBatches(np.zeros(4, np.uint16), 4, global_batch=1)

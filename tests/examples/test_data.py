@@ -177,17 +177,17 @@ def test_too_few_documents_are_refused_with_what_helps(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("word\n" * 5)
     with pytest.raises(
-        ValueError, match=r"1 documents are too few .* every 12: at least 6 are .*unit"
+        ValueError, match=r"1 document can't be split: .* every 12, at least 6 are .*unit"
     ):
         data.load_data(str(file), tmp_path)
-    with pytest.raises(ValueError, match="5 documents are too few"):
+    with pytest.raises(ValueError, match="5 documents can't be split"):
         data.load_data(str(file), tmp_path, text_unit="line")
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(ValueError, match="1 documents to train on and 0 to validate on"):
         data.load_data(str(file), tmp_path, valid_data=str(tmp_path / "empty.txt"))
     assert not list(tmp_path.glob("*.npy"))
     loaded = data.load_data(str(file), tmp_path, text_unit="line", hold_out=2)
-    with pytest.raises(ValueError, match="windows can't fill global_batch 8"):
+    with pytest.raises(ValueError, match="windows of seq_len can't fill global_batch 8"):
         data.TrainBatches(loaded.train, 16, global_batch=8)
 
 
