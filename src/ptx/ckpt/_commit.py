@@ -12,6 +12,8 @@ from ptx.ckpt import _disk
 from ptx.ckpt._job import Shared
 from ptx.ckpt._lock import still_held
 
+WHOLE_SECONDS = 10.0  # at a URL such as file:// a part may be seen before all of it is written
+
 
 def commit(shared: Shared, job: Any, body: bytes, dcp: bytes) -> None:
     """Wait for the parts, write the manifest and give the step its name.
@@ -48,27 +50,31 @@ def commit(shared: Shared, job: Any, body: bytes, dcp: bytes) -> None:
 
 
 def _wait_for_parts(shared: Shared, job: Any) -> list[Any]:
-    start, own, world_size = time.monotonic(), 0.0, job["world_size"]
+    start, own, whole_by, world_size = time.monotonic(), 0.0, 0.0, job["world_size"]
     store, folder = shared.store, job["folder"]
     while True:
         names = store.names(folder)
         if aborted := sorted(name for name in names if name.startswith("abort-")):
             raise RuntimeError(f"aborted by {', '.join(aborted)}")
         missing = [rank for rank in range(world_size) if _disk.rank_file(rank) not in names]
-        if not missing:
-            break
         shared.go_on(job)
         now = time.monotonic()
+        if not missing:
+            whole_by = whole_by or now + WHOLE_SECONDS
+            try:
+                return [
+                    _disk.unseal(f"{store.path(folder)}/{name}", store.read(folder, name))
+                    for name in map(_disk.rank_file, range(world_size))
+                ]
+            except _disk.DamagedError:
+                if now > whole_by:
+                    raise
         own = own or (0.0 if 0 in missing else now)
         patience = shared.config["orphan_seconds" if shared.alone else "commit_seconds"]
         if own and now > max(own, shared.alone) + patience:
             raise RuntimeError(f"the parts of ranks {missing[:8]} didn't arrive in time")
         shortest, longest = store.look_seconds
         time.sleep(max(shortest, min(longest, (now - start) / 100)))
-    return [
-        _disk.unseal(f"{store.path(folder)}/{name}", store.read(folder, name))
-        for name in map(_disk.rank_file, range(world_size))
-    ]
 
 
 def _union(trees: list[Any], where: str) -> Any:
