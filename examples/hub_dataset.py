@@ -131,7 +131,8 @@ def download(
             " and HF_HUB_OFFLINE is set; download it once without"
         )
     if say:
-        say(f"downloading {len(found.names)} files of {found.repo}, commit {found.commit[:8]}")
+        what = f"{len(found.names)} file{'s' * (len(found.names) != 1)}"
+        say(f"downloading {what} of {found.repo}, commit {found.commit[:8]}")
     try:
         folder = snapshot_download(
             found.repo,
