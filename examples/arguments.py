@@ -248,7 +248,7 @@ def refuse(args: Args) -> Args:
     try:
         check(args)
     except ValueError as error:
-        if os.environ.get("RANK", "0") != "0":
+        if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(AFTER_RANK_0)
         print(f"train.py can't start:{error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

@@ -208,7 +208,7 @@ def test_what_cannot_start_ends_with_its_reasons_and_no_stack(tmp_path, monkeypa
     assert refuse(args) is args
     monkeypatch.setattr("arguments.AFTER_RANK_0", 0.0)
     for rank in "01":
-        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as ended:
             refuse(args_of(steps=0, log_every=0, **places))
         assert ended.value.code == 2
