@@ -19,7 +19,7 @@ from models import check_model
 from sources import TextUnit
 from trackers import TrackerName, missing_packages
 
-AFTER_RANK_0 = 2.0  # seconds; as soon as one rank has ended, torchrun ends all
+AFTER_RANK_0 = 10.0  # seconds, in which torchrun ends the other ranks, as one has ended
 
 
 @dataclass
@@ -248,7 +248,7 @@ def refuse(args: Args) -> Args:
     try:
         check(args)
     except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # one message of each host will do
             time.sleep(AFTER_RANK_0)
         print(f"train.py can't start:{error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
