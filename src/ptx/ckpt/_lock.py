@@ -15,7 +15,9 @@ LOG = logging.getLogger("ptx.ckpt")
 LOCK = ".lock"  # in the root
 BEAT_SECONDS = 10.0  # between signs of life
 STALE_SECONDS = 120.0  # without one, a holder on another host is taken for dead
-TRIES = 8  # when others take and release it meanwhile
+TRIES = 8  # when others take and release it meanwhile, or are writing it
+WRITING_SECONDS = 0.1  # between tries, while it is being written
+NAMES = {"token", "host", "machine", "pid", "started", "since"}  # in a lock
 
 
 class LockFile(Protocol):
@@ -60,7 +62,7 @@ class RootLock:
             RuntimeError: Another job holds it, by host, process id and time; or took it meanwhile.
         """
         for _ in range(TRIES):
-            found = self._file.read()
+            found = _whole(self._file)
             if found is None:
                 try:
                     self._create()
@@ -116,7 +118,7 @@ class RootLock:
 
 def still_held(file: LockFile, token: str) -> bool:
     """Whether a lock is that of ``token``; also where it was removed by hand."""
-    data = file.read()
+    data = _whole(file)
     return data is None or _holder(data).get("token") == token
 
 
@@ -182,12 +184,23 @@ class LocalLockFile:
             os.close(guard)
 
 
+def _whole(file: LockFile) -> bytes | None:
+    """What is in it; at a URL a sign of life writes it anew, and who reads then may see half of it."""
+    for _ in range(TRIES):
+        data = file.read()
+        if data is None or _holder(data):
+            break
+        time.sleep(WRITING_SECONDS)
+    return data
+
+
 def _holder(data: bytes) -> dict[str, Any]:
+    """Who wrote it; empty if it is being written, or damaged: then its age decides."""
     try:
         found = json.loads(data)
     except ValueError:
-        return {}  # being written, or damaged: its age decides
-    return found if isinstance(found, dict) else {}
+        return {}
+    return found if isinstance(found, dict) and found.keys() >= NAMES else {}
 
 
 def _described(holder: dict[str, Any]) -> str:

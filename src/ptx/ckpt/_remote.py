@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -248,7 +249,10 @@ class RemoteLockFile:
             return None
 
     def age(self, data: bytes) -> float:
-        return time.time() - float(json.loads(data).get("beat", 0.0))
+        try:
+            return time.time() - float(json.loads(data).get("beat", 0.0))
+        except ValueError:
+            return math.inf  # half of one, of a writer that died: stores replace objects whole
 
     def beat(self, data: bytes) -> None:
         self._fs.pipe_file(self._path, _with_time(data))
