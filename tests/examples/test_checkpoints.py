@@ -20,7 +20,7 @@ import train
 EXAMPLE = Path(train.__file__)
 SMALL = {"steps": 12, "global_batch": 8, "seq_len": 32, "log_every": 1, "warmup": 5}
 SAVING = {"save_interval": 5, "valid_batches": 2}
-MESHES = {"1": (1, {}), "dp 2": (2, {}), "tp 2": (2, {"tp": 2}), "dp 2 x tp 2": (4, {"tp": 2})}
+MESHES = {"1": (1, {}), "dp 2": (2, {}), "tp 2": (2, {"tp": 2})}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,9 @@ def _crash(args):
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [*((2, then) for then in MESHES), (4, "dp 2")], ids=lambda value: str(value)
+    ("first", "then"),
+    [*((2, then) for then in MESHES), (4, "dp 2")],
+    ids=lambda value: str(value),
 )
 def test_resumed_is_uninterrupted(places, whole, tmp_path, first, then):
     args = {**SMALL, **SAVING, **places, "out": tmp_path, "ckpt_dir": tmp_path / "ckpt"}

@@ -29,7 +29,6 @@ MESHES = {
     "accumulated, recomputed, in chunks": (2, {"grad_accum": 4, "ac": "full", "loss_chunk": 5}),
     **{f"{loss}, tp 2": (2, {"tp": 2, "loss": loss}) for loss in LOSSES},
     "eager": (1, {"loss": "eager"}),
-    "compiled": (1, {"loss": "compiled"}),
 }
 SAME = ("train/loss", "grad/norm_preclip", "grad/norm", "param/norm", "input/max", "labels/valid")
 SAME += ("train/epoch", "train/tokens_seen", "valid/loss")
@@ -53,6 +52,20 @@ def metrics(small_corpus, tmp_path_factory):
         return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
     return {name: run(name) for name in MESHES}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_compiled_loss_gives_the_same_numbers(metrics, small_corpus, tmp_path):
+    args = args_of(
+        **SMALL, tp=2, loss="compiled", corpus=small_corpus, cache=tmp_path, out=tmp_path
+    )
+    harness.run(_train_alone, 2, args, timeout=250)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    for got, want in zip(map(json.loads, lines), metrics["1 process"], strict=True):
+        for key in SAME:
+            if key in want:
+                assert got[key] == pytest.approx(want[key], rel=1e-4), (got, want)
 
 
 def _train_alone(args):

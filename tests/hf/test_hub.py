@@ -116,6 +116,7 @@ def test_a_failing_hub_is_an_error_even_if_the_model_is_cached(hub, online, mode
     online.call("timeout", seconds=10)
 
 
+@pytest.mark.slow  # the client's own retries
 def test_a_download_that_breaks_off(hub, online, another):
     hub.mode = "broken"
     answer = online.call("folder", path_or_repo=another)

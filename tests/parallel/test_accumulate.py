@@ -242,6 +242,7 @@ def test_F08_hsdp_in_each_sync_mode():
             assert flags(model) == before
 
 
+@distributed(world_size=1)
 def test_L01_plain_model_in_one_process():
     """Sums over the tokens of the window, not a mean of the micro-batches' means."""
     weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 1.0]])
@@ -253,7 +254,7 @@ def test_L01_plain_model_in_one_process():
         reference.weight.copy_(weight)
     want = F.cross_entropy(reference(x), y)
     want.backward()
-    scale = token_scale([y[:2], y[2:]], init_device_mesh_of_one())
+    scale = token_scale([y[:2], y[2:]], loss_mesh(build_mesh(device_type="cpu")))
     total = torch.zeros(())
     for i, rows in enumerate((slice(0, 2), slice(2, 4))):
         with accumulate_grads(model, last=i == 1):
@@ -263,16 +264,6 @@ def test_L01_plain_model_in_one_process():
     assert total.item() == pytest.approx(2.48947, abs=1e-5)
     torch.testing.assert_close(total, want)
     torch.testing.assert_close(model.weight.grad, reference.weight.grad)
-
-
-def init_device_mesh_of_one():
-    class Mesh:  # of which token_scale asks no more
-        ndim = 1
-
-        def size(self):
-            return 1
-
-    return Mesh()
 
 
 @distributed(world_size=2)
