@@ -160,8 +160,8 @@ class Saving:
     """What outlives a crash."""
 
     ckpt_dir: str | None = None
-    """Where checkpoints go; a run goes on from the newest there, on any mesh. SIGTERM saves too. A
-    folder, or a URL that fsspec knows (with --stage-dir)."""
+    """Where checkpoints go; a run goes on from the newest there, on any mesh. SIGTERM and
+    Ctrl-C save too. A folder, or a URL that fsspec knows (with --stage-dir)."""
     save_interval: int = 200
     """Steps between checkpoints; the last step always makes one. 0: only that."""
     keep: int = 3

@@ -1,4 +1,4 @@
-"""When a run saves, and when it stops early: every so many steps, at its end, and on SIGTERM."""
+"""When a run saves, and when it stops early: every so many steps, at its end, on SIGTERM and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ class Saves:
             )
         self.interval = interval
         self.stopping = False
-        self._terminated = False
-        if self.checkpointer:  # without one SIGTERM ends the process, as ever
-            signal.signal(signal.SIGTERM, self._terminate)
+        self._asked_to_stop = False
+        self._handlers: dict[int, Any] = {}
+        if self.checkpointer:  # without one the signals end the process, as ever
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._handlers[number] = signal.signal(number, self._stop)
 
     def resume(self, state: Mapping[str, Any]) -> int:
         """Loads the newest checkpoint; returns its step, 0 if there is none."""
@@ -56,9 +58,9 @@ class Saves:
             return {}
         self.checkpointer.poll()
         # Ranks hear the signal in different steps, and have to stop after the same one.
-        terminated = torch.tensor(int(self._terminated))
-        dist.all_reduce(terminated, dist.ReduceOp.MAX)
-        self.stopping = bool(terminated)
+        asked = torch.tensor(int(self._asked_to_stop))
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        self.stopping = bool(asked)
         if not (self.stopping or last or (self.interval and step % self.interval == 0)):
             return {}
         started = time.perf_counter()
@@ -76,7 +78,10 @@ class Saves:
     ) -> None:
         if self.checkpointer:  # finishes what is in flight
             self.checkpointer.__exit__(kind, error, traceback)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
 
-    def _terminate(self, *_: object) -> None:
-        self._terminated = True
+    def _stop(self, number: int, _: object) -> None:
+        self._asked_to_stop = True
+        if number == signal.SIGINT:  # a second Ctrl-C ends the run at once; clusters repeat SIGTERM
+            signal.signal(number, self._handlers[number])

@@ -87,17 +87,33 @@ def test_no_resume_starts_anew(places, whole, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_sigterm_saves_and_exits_0(places, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_stop_saves_and_exits_0(number, places, tmp_path):
     flags = {**SMALL, **places, "steps": 10**6, "out": tmp_path, "ckpt_dir": tmp_path / "ckpt"}
     command = [sys.executable, EXAMPLE, *flags_of(**flags), "--valid-every=1000000"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         _wait_for_step(tmp_path, 3)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     stopped = int(output.rsplit("stopped after step ", 1)[1].split(",")[0])
     assert (tmp_path / "ckpt" / f"step-{stopped}" / "manifest.json").exists()
+
+
+def _press_ctrl_c_twice(folder):
+    with checkpoints.Saves(folder, 0, None) as saves:
+        signal.raise_signal(signal.SIGINT)
+        saves.after(1, {"w": torch.ones(2)}, last=False)
+        assert saves.stopping
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
+    harness.run(_press_ctrl_c_twice, 1, tmp_path)
+    assert (tmp_path / "step-1" / "manifest.json").exists()
 
 
 @pytest.mark.timeout(300)
