@@ -51,6 +51,22 @@ def test_what_a_load_found_damaged_pushes_out_no_whole_one(tmp_path: Path) -> No
         assert checkpointer.load(small.state, step=2) == 2
 
 
+def test_a_save_below_newer_steps_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = Small()
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        save_filled(checkpointer, small, 1, 2, 3)
+    assert not caplog.records
+    with AsyncCheckpointer(tmp_path, keep=2) as checkpointer:
+        assert checkpointer.load(small.state, step=1) == 1
+        save_filled(checkpointer, small, 2, 1)  # 2 is replaced
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 2 is saved beside newer ones, [3]: load() still takes the newest and `keep` counts them;"
+        " delete them, or go on in another folder"
+    ]
+
+
 def test_nothing_is_deleted_if_what_was_committed_is_not_whole(tmp_path: Path) -> None:
     small = Small()
     with AsyncCheckpointer(tmp_path) as checkpointer:

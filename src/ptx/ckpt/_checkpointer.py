@@ -17,7 +17,7 @@ from ptx.ckpt import _disk
 from ptx.ckpt._agree import vote
 from ptx.ckpt._calls import Calls, one_at_a_time
 from ptx.ckpt._exit import at_exit_hook, finish_dropped
-from ptx.ckpt._in_flight import InFlight, Save, SaveFailedError, SaveHandle
+from ptx.ckpt._in_flight import InFlight
 from ptx.ckpt._layout import signature
 from ptx.ckpt._match import Options
 from ptx.ckpt._options import check_options, checked_step, new_token
@@ -26,6 +26,7 @@ from ptx.ckpt._prepare import prepare
 from ptx.ckpt._ranks import Ranks
 from ptx.ckpt._resume import Source, load_newest
 from ptx.ckpt._root import open_root, open_stage
+from ptx.ckpt._saves import Save, SaveFailedError, SaveHandle
 from ptx.ckpt._slots import Layout
 from ptx.ckpt._stage import lay_out, stage
 from ptx.ckpt._state import part_of

@@ -5,76 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ptx.ckpt._lock import RootLock
 from ptx.ckpt._ranks import Maximum, Ranks
+from ptx.ckpt._saves import Save, SaveFailedError
 from ptx.ckpt._slots import Layout, Slot
 from ptx.ckpt._store import Store, is_url
 from ptx.ckpt._writer_process import WriterProcess
 
 LOG = logging.getLogger("ptx.ckpt")
 LOOK_SECONDS = 0.002  # between rounds of a wait, if the writer reports nothing
-
-
-@dataclass(eq=False)
-class Save:
-    """One save; ``seq`` is the same on all ranks, and rises.
-
-    Attributes:
-        folder: Of the attempt, in the root.
-        slot: While the writer reads it.
-        failure: Of this rank, not yet agreed on.
-        finished: This rank's part is written; on rank 0: the step is committed.
-        done: All ranks know that it is committed.
-        error: All ranks know that it failed, and why.
-    """
-
-    step: int
-    seq: int
-    folder: str
-    slot: int | None = None
-    failure: str | None = None
-    finished: bool = False
-    done: bool = False
-    error: str | None = None
-
-
-class SaveHandle:
-    """A save under way, or done."""
-
-    def __init__(self, save: Save, path: Path | str, wait: Callable[[Save], None]) -> None:
-        self._save = save
-        self._wait = wait
-        self.path = path  # the folder that it becomes; a string if the root is a URL
-
-    @property
-    def step(self) -> int:
-        return self._save.step
-
-    @property
-    def done(self) -> bool:
-        """Whether it is committed, as far as this rank knows from its last poll, wait or save."""
-        return self._save.done
-
-    def wait(self) -> None:
-        """Return once the step is durable on all ranks. All ranks call it.
-
-        Raises:
-            RuntimeError: It failed; on every rank.
-        """
-        self._wait(self._save)
-
-    def __repr__(self) -> str:
-        error, done = self._save.error, self._save.done
-        state = f"failed: {error}" if error else "done" if done else "in flight"
-        return f"SaveHandle(step={self.step}, {state}, path={str(self.path)!r})"
-
-
-class SaveFailedError(RuntimeError):
-    """Saves failed; raised on all ranks together, which may go on."""
 
 
 class InFlight:
@@ -225,8 +167,18 @@ class InFlight:
             # Listed now: a later save's folder must not be among them when the writer gets to it.
             own = {one.folder for one in self.pending}
             old = [name for name in self.store.leftovers() if name not in own]
+            self._warn_of_newer(job["step"])
         self._writer.send({**job, "leftovers": old})
         self._fresh = False
+
+    def _warn_of_newer(self, step: int) -> None:
+        if newer := sorted({number for number, _ in self.store.folders() if number > step}):
+            LOG.warning(
+                "step %d is saved beside newer ones, %s: load() still takes the newest and `keep` counts"
+                " them; delete them, or go on in another folder",
+                step,
+                newer,
+            )
 
     def _take(self, seconds: float) -> None:
         """Take the writer's reports, after waiting at most so long for the first."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ptx.ckpt._agree import new_layout
-from ptx.ckpt._in_flight import InFlight, Save
+from ptx.ckpt._in_flight import InFlight
 from ptx.ckpt._prepare import Prepared
 from ptx.ckpt._ranks import Ranks
+from ptx.ckpt._saves import Save
 from ptx.ckpt._slots import Layout
 
 
