@@ -8,8 +8,8 @@ import random
 import resource
 import signal
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ptx
 from ckpt.gated import closed_gate, gated, install  # noqa: F401
+from ckpt.saving_job import SavingJob, newest_whole_step
 from ckpt.small import Small, data_files, save_filled, stopped_writer, writer_pid
 from ckpt.test_checkpointer import _eventually
 from ckpt.test_ranks import error_of
@@ -207,33 +208,24 @@ def test_a_copy_that_fails_on_one_rank_raises_on_all(tmp_path: Path) -> None:
 
 def check_kills(folder: Path, seed: int, count: int) -> None:
     """SIGKILLs of the job, its writer or both, while a copy to the root is under way."""
-    generator, root, note = random.Random(seed), folder / "root", folder / "writer"
+    generator, root = random.Random(seed), folder / "root"
+    opened = partial(AsyncCheckpointer, root, keep=2, stage_dir=folder / "stage")
     last = cut = i = 0
     while i < count or (not cut and i < 10 * count):
         i += 1
-        note.unlink(missing_ok=True)
-        if (job := os.fork()) == 0:
-            _save_on(root, folder / "stage", note, last + 1)
+        job = SavingJob(opened, folder, last + 1, size=1000)
         deadline = time.monotonic() + 60
-        while not note.exists() or not any(_parts(root)):
+        while not job.ready or not any(_parts(root)):
             assert time.monotonic() < deadline
         time.sleep(generator.random() * 0.01)
-        victims = generator.choice([[job], [job, int(note.read_text())]])
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(job, 0)
-        where, small = f"kill {i}, seed {seed}", Small(size=1000)
-        _eventually(lambda: not _alive(int(note.read_text())), 60.0)  # the writer finishes, alone
+        job.kill(*generator.choice([[job.pid], [job.pid, job.writer]]))
+        _eventually(lambda job=job: not _alive(job.writer), 60.0)  # it finishes, alone
         cut += bool(_parts(root))
-        with AsyncCheckpointer(root) as checkpointer:
-            steps = checkpointer.steps()
-            assert verify(root).ok, where
-            before, last = last, checkpointer.load(small.state) or 0
-            assert last == steps[-1] > before, where
-            assert small.values() == {float(last)}, where
+        where = f"kill {i}, seed {seed}"
+        last = newest_whole_step(partial(AsyncCheckpointer, root), last, size=1000, where=where)
     assert cut > 0  # some were in the middle of a file
-    with AsyncCheckpointer(root, stage_dir=folder / "stage") as checkpointer:
-        save_filled(checkpointer, small, last + 1)
+    with opened() as checkpointer:
+        save_filled(checkpointer, Small(size=1000), last + 1)
     assert os.listdir(folder / "stage") == []
     assert _parts(root) == []
 
@@ -251,21 +243,6 @@ def _alive(pid: int) -> bool:
         return (Path(f"/proc/{pid}/stat")).read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def _save_on(root: Path, stage: Path, note: Path, first: int) -> None:
-    try:
-        checkpointer = AsyncCheckpointer(root, keep=2, stage_dir=stage)
-        small: Any = Small(size=1000)
-        save_filled(checkpointer, small, first)
-        note.with_suffix(".new").write_text(str(writer_pid(checkpointer)))
-        note.with_suffix(".new").rename(note)
-        for step in range(first + 1, first + 1000):
-            small.fill(step)
-            checkpointer.save(step, small.state)
-            checkpointer.poll()
-    finally:
-        os._exit(1)
 
 
 def test_kills_during_fan_out_lose_nothing(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ptx
 from ckpt.gated import closed_gate, gated  # noqa: F401
+from ckpt.saving_job import SavingJob, newest_whole_step
 from ckpt.small import Small, flip, save_filled, writer_pid
 from ckpt.test_checkpointer import _eventually
 from ckpt.test_lock import foreign
@@ -237,36 +239,14 @@ def test_another_number_of_ranks_fetches_what_it_needs(tmp_path: Path) -> None:
 
 def check_kills(folder: Path, seed: int, count: int) -> None:
     """SIGKILLs of a job and its writer at any moment of an upload, a commit or a deletion."""
-    generator, note, last = random.Random(seed), folder / "writer", 0
+    generator, last = random.Random(seed), 0
     for i in range(count):
-        note.unlink(missing_ok=True)
-        if (job := os.fork()) == 0:
-            _save_on(folder, note, last + 1)
-        _eventually(note.exists, 60.0)
+        job = SavingJob(partial(open_at, folder, keep=1), folder, last + 1, size=300)
+        _eventually(lambda job=job: job.ready, 60.0)
         time.sleep(generator.random() * 0.3)
-        for pid in (job, int(note.read_text())):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(job, 0)
-        where, small = f"kill {i}, seed {seed}", Small(size=300)
-        with open_at(folder) as checkpointer:
-            assert verify(f"file://{folder}/root").ok, where
-            before, last = last, checkpointer.load(small.state) or 0
-            assert last == checkpointer.steps()[-1] > before, where
-            assert small.values() == {float(last)}, where
-
-
-def _save_on(folder: Path, note: Path, first: int) -> None:
-    try:
-        checkpointer, small = open_at(folder, keep=1), Small(size=300)
-        save_filled(checkpointer, small, first)
-        note.with_suffix(".new").write_text(str(writer_pid(checkpointer)))
-        note.with_suffix(".new").rename(note)
-        for step in range(first + 1, first + 1000):
-            small.fill(step)
-            checkpointer.save(step, small.state)
-            checkpointer.poll()
-    finally:
-        os._exit(1)
+        job.kill(job.pid, job.writer)
+        where = f"kill {i}, seed {seed}"
+        last = newest_whole_step(partial(open_at, folder), last, size=300, where=where)
 
 
 def test_kills_during_uploads_lose_nothing(tmp_path: Path) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt.small import Small, data_files, flip, save_filled, writer_pid
+from ckpt.saving_job import SavingJob, newest_whole_step
+from ckpt.small import Small, data_files, flip, save_filled
 from ckpt.test_checkpointer import _eventually
 from ckpt.test_lock import Job
 from ptx.ckpt import AsyncCheckpointer, _resume, verify
@@ -157,38 +158,17 @@ def _job(step: int, keep: int) -> dict[str, Any]:
 
 def check_kills(folder: Path, seed: int, count: int) -> None:
     """SIGKILLs of the job and its writer as soon as a deletion is seen, or a moment later."""
-    generator, root, note = random.Random(seed), folder / "root", folder / "writer"
-    last = 0
+    generator, root, last = random.Random(seed), folder / "root", 0
     for i in range(count):
-        note.unlink(missing_ok=True)
-        if (job := os.fork()) == 0:
-            _save_on(root, note, last + 1)
+        opened = partial(AsyncCheckpointer, root, keep=1)
+        job = SavingJob(opened, folder, last + 1, size=300, block=True)
         deadline = time.monotonic() + 60
-        while not note.exists() or not any(n.startswith(".trash-") for n in os.listdir(root)):
+        while not job.ready or not any(n.startswith(".trash-") for n in os.listdir(root)):
             assert time.monotonic() < deadline
         time.sleep(generator.random() * 0.004)
-        for pid in generator.sample([job, int(note.read_text())], 2):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(job, 0)
-        where, small = f"kill {i}, seed {seed}", Small(size=300)
-        with AsyncCheckpointer(root) as checkpointer:
-            steps = checkpointer.steps()
-            assert verify(root).ok, where
-            before, last = last, checkpointer.load(small.state) or 0
-            assert last == steps[-1] > before, where
-            assert small.values() == {float(last)}, where
-
-
-def _save_on(root: Path, note: Path, first: int) -> None:
-    try:
-        checkpointer, small = AsyncCheckpointer(root, keep=1), Small(size=300)
-        for step in range(first, first + 1000):
-            save_filled(checkpointer, small, step)
-            if step == first:
-                note.with_suffix(".new").write_text(str(writer_pid(checkpointer)))
-                note.with_suffix(".new").rename(note)
-    finally:
-        os._exit(1)
+        job.kill(*generator.sample([job.pid, job.writer], 2))
+        where = f"kill {i}, seed {seed}"
+        last = newest_whole_step(partial(AsyncCheckpointer, root), last, size=300, where=where)
 
 
 def test_kills_during_retention_lose_nothing(tmp_path: Path) -> None:

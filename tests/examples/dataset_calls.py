@@ -1,15 +1,10 @@
-"""What the processes of dataset_hub.py can be asked to do; each line of input is a call."""
+"""What the processes of dataset_hub.py can be asked to do."""
 
-import json
-import sys
-import time
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 import hub_dataset
 from data import load_data
+from hf.answers import answer_calls
 
 
 def load(source, cache, **options):
@@ -25,23 +20,5 @@ def timeout(seconds):
     hub_dataset._TIMEOUT = seconds
 
 
-def join(file, rank, world):
-    store = dist.FileStore(file, world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-
-
-def main():
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        name, arguments = json.loads(line)
-        start = time.monotonic()
-        try:
-            answer = {"value": globals()[name](**arguments)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answer["seconds"] = time.monotonic() - start
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_calls(load, timeout)

@@ -1,6 +1,5 @@
 """A dataset repository, from a stand-in hub on this machine: which files, at which commit, and what is said."""
 
-import contextlib
 import errno
 import json
 import shutil
@@ -35,15 +34,6 @@ def hub(tmp_path_factory):
     hub.stop()
 
 
-@contextlib.contextmanager
-def process(hub, home, **environment):
-    started = Process(hub, home, **environment)
-    try:
-        yield started
-    finally:
-        started.stop()
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     return tmp_path_factory.mktemp("home")
@@ -51,13 +41,13 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def online(hub, home):
-    with process(hub, home) as started:
+    with Process(hub, home) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def offline(hub, home):
-    with process(hub, home, HF_HUB_OFFLINE="1") as started:
+    with Process(hub, home, HF_HUB_OFFLINE="1") as started:
         yield started
 
 
@@ -194,7 +184,7 @@ def test_offline_the_cache_is_what_there_is(hub, load, offline, home, another):
 
 
 def test_ranks_of_a_host_download_once_and_fail_together(hub, tmp_path):
-    with process(hub, tmp_path / "home") as first, process(hub, tmp_path / "home") as second:
+    with Process(hub, tmp_path / "home") as first, Process(hub, tmp_path / "home") as second:
 
         def both(**options):
             for process_ in (first, second):

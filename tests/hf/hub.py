@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -11,10 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 HERE = Path(__file__).parents[1]
@@ -43,10 +41,13 @@ class Hub:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), _handler(self))
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), self.handler())
         self.server.daemon_threads = True
         self.port = self.server.server_port
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def handler(self) -> type[BaseHTTPRequestHandler]:
+        return _handler(self)
 
     def stop(self) -> None:
         self.mode = "gone"  # for connections that are kept open
@@ -153,6 +154,9 @@ class Process:
     huggingface_hub reads its environment when it is imported, so this one can't be changed to it.
     """
 
+    program = ("-m", "hf.hub_calls")
+    path = (str(HERE), str(HERE.parent / "src"))
+
     def __init__(self, hub: Hub, home: Path, **environment: str) -> None:
         own = {
             "HF_ENDPOINT": hub.url,
@@ -161,11 +165,11 @@ class Process:
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "HF_HUB_DOWNLOAD_TIMEOUT": "1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")]),
+            "PYTHONPATH": os.pathsep.join(self.path),
         }
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hf.hub_calls"],
+            [sys.executable, *self.program],
             env=kept | own | environment,
             cwd=HERE,
             stdin=subprocess.PIPE,
@@ -187,19 +191,13 @@ class Process:
         self.send(name, **arguments)
         return self.receive()
 
-    def stop(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
-
-
-@contextlib.contextmanager
-def process(hub: Hub, home: Path, **environment: str) -> Iterator[Process]:
-    started = Process(hub, home, **environment)
-    try:
-        yield started
-    finally:
-        started.stop()

@@ -1,14 +1,11 @@
-"""What the processes of hub.py can be asked to do; each line of input is a call."""
+"""What the processes of hub.py can be asked to do."""
 
 import hashlib
-import json
-import sys
-import time
 
 import torch
-import torch.distributed as dist
 
 import ptx
+from hf.answers import answer_calls
 from ptx.hf import _hub, hf_folder, load_hf, load_tokenizer
 
 
@@ -49,23 +46,5 @@ def timeout(seconds):
     _hub._TIMEOUT = seconds
 
 
-def join(file, rank, world):
-    store = dist.FileStore(file, world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-
-
-def main():
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        name, arguments = json.loads(line)
-        start = time.monotonic()
-        try:
-            answer = {"value": globals()[name](**arguments)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answer["seconds"] = time.monotonic() - start
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_calls(folder, load, tokenize, timeout)

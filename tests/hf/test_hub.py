@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from hf.folders import change_config, write
-from hf.hub import Hub, process
+from hf.hub import Hub, Process
 
 SOON = 15.0  # seconds; the client alone would try some failures again for 24
 REPO = "org/tiny"
@@ -37,13 +37,13 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def online(hub, home):
-    with process(hub, home) as started:
+    with Process(hub, home) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def offline(hub, home):
-    with process(hub, home, HF_HUB_OFFLINE="1") as started:
+    with Process(hub, home, HF_HUB_OFFLINE="1") as started:
         yield started
 
 
@@ -174,7 +174,7 @@ def test_offline_the_cache_is_what_there_is(hub, online, offline, home, another)
 
 
 def test_one_rank_of_a_host_downloads(hub, tmp_path):
-    with process(hub, tmp_path) as first, process(hub, tmp_path) as second:
+    with Process(hub, tmp_path) as first, Process(hub, tmp_path) as second:
         ranks = [first, second]
 
         def both(name, **arguments):
