@@ -15,7 +15,9 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 IGNORE = -100
 DEFAULTS: dict[str, Any] = {
@@ -159,3 +161,13 @@ def _assert_near(got: Tensor, want: Tensor, tolerance: float, what: str) -> None
         error = (got.double() - want).abs().max() / want.abs().max().clamp(min=1e-30)
         # Where nothing is expected (all ignored), nothing at all may come.
         assert error <= tolerance, f"{what} is off by {float(error):.2e}: {got} against {want}"
+
+
+def summed_over(tp: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    # A rank's gradient is 0 outside its columns, so the sum is all columns side by side.
+    def gather(grad: Tensor) -> Tensor:
+        total = grad.clone()
+        dist.all_reduce(total, group=tp.get_group())
+        return total
+
+    return gather

@@ -47,3 +47,28 @@ class Sizes(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self.seen.discard(key)
         self.now -= size
+
+
+class Storages(TorchDispatchMode):
+    """The size in bytes of every storage that comes out of an op, and didn't go into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.alive: list[torch.Tensor] = []  # so that no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        for tensor in [out] if isinstance(out, torch.Tensor) else []:
+            if (storage := tensor.untyped_storage()).data_ptr() not in given:
+                self.sizes[storage.data_ptr()] = storage.nbytes()
+                self.alive.append(tensor)
+        return out
+
+    def count(self, size: int) -> int:
+        return sum(s == size for s in self.sizes.values())
+
+    def largest(self, but: torch.Tensor | None = None) -> int:
+        at = None if but is None else but.untyped_storage().data_ptr()
+        return max(size for key, size in self.sizes.items() if key != at)

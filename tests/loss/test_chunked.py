@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import CollectiveLog
 from harness import distributed
 from loss import conformance
+from loss.sizes import Storages
 from ptx.loss import _column_stats as column_stats
 from ptx.loss import chunked_ce, cross_entropy
 
@@ -31,7 +30,7 @@ def test_conformance_on_two_ranks() -> None:
     tp = init_device_mesh("cpu", (2,))
     for vocab_size in (10, 7):
         for case in conformance.cases(vocab_size, every_option=vocab_size == 10):
-            conformance.check(_in_chunks(3, tp), case, gather=_summed_over(tp))
+            conformance.check(_in_chunks(3, tp), case, gather=conformance.summed_over(tp))
 
 
 @distributed(world_size=4)
@@ -39,7 +38,7 @@ def test_conformance_on_four_ranks() -> None:
     tp = init_device_mesh("cpu", (4,))
     for vocab_size in (10, 3):  # split into 3 3 3 1; 1 1 1 and an empty shard
         for case in conformance.cases(vocab_size, every_option=False):
-            conformance.check(_in_chunks(3, tp), case, gather=_summed_over(tp))
+            conformance.check(_in_chunks(3, tp), case, gather=conformance.summed_over(tp))
 
 
 def test_the_result_is_the_same_for_any_chunk() -> None:
@@ -61,9 +60,9 @@ def test_memory_is_a_chunk_and_the_gradient(dtype: torch.dtype, options: dict[st
         kept.append(tensor)
         return tensor
 
-    with _Storages() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with Storages() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         loss = chunked_ce(logits, labels, chunk_tokens=chunk, **options)
-    with _Storages() as backward:
+    with Storages() as backward:
         (grad,) = torch.autograd.grad(loss, logits)
     limit = 4 * chunk * vocab_size
     assert forward.largest() == limit
@@ -72,7 +71,7 @@ def test_memory_is_a_chunk_and_the_gradient(dtype: torch.dtype, options: dict[st
     beside = {t.untyped_storage().data_ptr(): t.nbytes for t in kept}
     assert beside.pop(logits.untyped_storage().data_ptr()) == logits.nbytes
     assert sum(beside.values()) <= 8 * 8 * labels.numel()  # a few numbers per label
-    with _Storages() as seen, torch.no_grad():
+    with Storages() as seen, torch.no_grad():
         chunked_ce(logits, labels, chunk_tokens=chunk, **options)
     assert seen.largest() == limit
 
@@ -81,7 +80,7 @@ def test_default_chunk_is_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(column_stats, "CPU_BLOCK", 4 * 300)
     logits, labels = torch.randn(32, 300, requires_grad=True), torch.randint(300, (32,))
     for chunk, rows in ((None, 4), (3, 3), (100, 4)):  # never more than are fast
-        with _Storages() as seen:
+        with Storages() as seen:
             (grad,) = torch.autograd.grad(chunked_ce(logits, labels, chunk_tokens=chunk), logits)
         assert seen.largest(but=grad) == 4 * rows * 300
 
@@ -168,38 +167,3 @@ def _in_chunks(chunk: int | None, tp: DeviceMesh | None = None) -> Callable[...,
         return chunked_ce(logits, labels, chunk_tokens=chunk, **options)
 
     return loss
-
-
-def _summed_over(tp: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    # A rank's gradient is 0 outside its columns, so the sum is all columns side by side.
-    def gather(grad: Tensor) -> Tensor:
-        total = grad.clone()
-        dist.all_reduce(total, group=tp.get_group())
-        return total
-
-    return gather
-
-
-class _Storages(TorchDispatchMode):
-    """The size in bytes of every storage that comes out of an op, and didn't go into it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.alive: list[Tensor] = []  # so that no address is used twice
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
-        for tensor in [out] if isinstance(out, Tensor) else []:
-            if (storage := tensor.untyped_storage()).data_ptr() not in given:
-                self.sizes[storage.data_ptr()] = storage.nbytes()
-                self.alive.append(tensor)
-        return out
-
-    def count(self, size: int) -> int:
-        return sum(s == size for s in self.sizes.values())
-
-    def largest(self, but: Tensor | None = None) -> int:
-        at = None if but is None else but.untyped_storage().data_ptr()
-        return max(size for key, size in self.sizes.items() if key != at)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import distributed
 from loss import conformance
+from loss.sizes import Storages
 from ptx.loss import _column_stats as column_stats
 from ptx.loss import vocab_parallel_ce
 
@@ -24,7 +25,7 @@ def test_conformance_on_two_ranks() -> None:
     tp = init_device_mesh("cpu", (2,))
     for vocab_size in (10, 7):
         for case in conformance.cases(vocab_size, every_option=vocab_size == 10):
-            conformance.check(_on_slices(tp), case, gather=_summed_over(tp))
+            conformance.check(_on_slices(tp), case, gather=conformance.summed_over(tp))
 
 
 @distributed(world_size=4)
@@ -32,7 +33,7 @@ def test_conformance_on_four_ranks() -> None:
     tp = init_device_mesh("cpu", (4,))
     for vocab_size in (10, 12, 3):  # split into 3 3 3 1; 3 3 3 3; 1 1 1 and an empty shard
         for case in conformance.cases(vocab_size, every_option=False):
-            conformance.check(_on_slices(tp), case, gather=_summed_over(tp))
+            conformance.check(_on_slices(tp), case, gather=conformance.summed_over(tp))
 
 
 def test_conformance_on_one_rank(one_rank: DeviceMesh) -> None:
@@ -126,11 +127,11 @@ def test_allocates_one_gradient_and_no_other_tensor_of_that_size(
     labels = torch.arange(16) % 9
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.randn(16, 9, dtype=dtype, requires_grad=True)
-        with _Storages() as seen:
+        with Storages() as seen:
             vocab_parallel_ce(logits, labels, one_rank, vocab_size=9).backward()
         large = {at for at, size in seen.sizes.items() if size >= logits.nbytes}
         assert large == {logits.grad.untyped_storage().data_ptr()}, seen.sizes
-        with _Storages() as seen, torch.no_grad():
+        with Storages() as seen, torch.no_grad():
             vocab_parallel_ce(logits, labels, one_rank, vocab_size=9)
         assert not [size for size in seen.sizes.values() if size >= logits.nbytes]
 
@@ -182,16 +183,6 @@ def _on_slices(tp: DeviceMesh) -> Callable[..., Tensor]:
     return loss
 
 
-def _summed_over(tp: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    # A rank's gradient is 0 outside its columns, so the sum is all columns side by side.
-    def gather(grad: Tensor) -> Tensor:
-        total = grad.clone()
-        dist.all_reduce(total, group=tp.get_group())
-        return total
-
-    return gather
-
-
 class _Collectives(TorchDispatchMode):
     """Every collective with the number of elements this rank sends."""
 
@@ -205,21 +196,3 @@ class _Collectives(TorchDispatchMode):
             tensors = [sent] if isinstance(sent, Tensor) else sent
             self.sent.append((str(func), sum(t.numel() for t in tensors)))
         return func(*args, **(kwargs or {}))
-
-
-class _Storages(TorchDispatchMode):
-    """The size in bytes of every storage that comes out of an op, and didn't go into it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.alive: list[Tensor] = []  # so that no address is used twice
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
-        for tensor in [out] if isinstance(out, Tensor) else []:
-            if (storage := tensor.untyped_storage()).data_ptr() not in given:
-                self.sizes[storage.data_ptr()] = storage.nbytes()
-                self.alive.append(tensor)
-        return out

@@ -1,7 +1,6 @@
 import copy
 import dataclasses
 import itertools
-from collections import Counter
 
 import pytest
 import torch
@@ -16,12 +15,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from collectives import CollectiveLog
 from harness import distributed
+from ops import OpLog
 from ptx.mesh import build_mesh, fsdp_mesh
 from ptx.model import ModelArgs, Transformer
 from ptx.parallel._ac import SelectivePolicy, apply_ac
@@ -35,18 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 ARGS = ModelArgs(dim=16, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=24, vocab_size=13)
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class OpLog(TorchDispatchMode):
-    """Counts the ops that run while it is active, by name without overload."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def save_attention(ctx, op, *args, **kwargs):

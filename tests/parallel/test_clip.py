@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import CollectiveLog
 from harness import distributed
+from ops import NoScalarReads
 from ptx.parallel._clip import clip_grad_norm_
 
 NORMS = [2.0, math.inf, 1.0, 3.0]
@@ -129,12 +129,6 @@ def test_large_gradients_are_summed_exactly():
         parameter.grad = torch.full_like(parameter, 0.1)
         want = parameter.grad.double().norm().float()
         torch.testing.assert_close(clip_grad_norm_(parameter, math.inf), want, rtol=2e-6, atol=0)
-
-
-class NoScalarReads(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func is not torch.ops.aten._local_scalar_dense.default, "waits for the device"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("norm_type", NORMS)

@@ -1,6 +1,5 @@
 import copy
 import logging
-from collections import Counter
 
 import pytest
 import torch
@@ -8,9 +7,9 @@ import torch._dynamo
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ops import OpLog
 from ptx.model import ModelArgs, Transformer
 from ptx.parallel._ac import SelectivePolicy, apply_ac
 from ptx.parallel._compile import apply_compile
@@ -125,16 +124,6 @@ def test_in_place_ops_and_random_ops_are_exact_under_any_policy(block, policy):
     reference, x = Stack(BLOCKS[block]), torch.randn(2, 5, 8)
     model = apply_ac(copy.deepcopy(reference), POLICIES[policy], units=UNITS)
     assert_equal(backward(model, x), backward(reference, x))
-
-
-class OpLog(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_policy_that_saves_everything_recomputes_nothing_of_a_transformer():

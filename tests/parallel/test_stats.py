@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import CollectiveLog
 from harness import distributed
+from ops import NoScalarReads
 from ptx.mesh import build_mesh, data_mesh, fsdp_mesh
 from ptx.model import ModelArgs, Transformer
 from ptx.parallel import _stats
@@ -156,12 +156,6 @@ def test_wrong_arguments():
         model_stats([nn.Linear(2, 2), nn.Linear(2, 2)])
     with pytest.raises(KeyError, match="grad/mean"):
         model_stats(nn.Linear(2, 2))["grad/mean"]
-
-
-class NoScalarReads(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func is not torch.ops.aten._local_scalar_dense.default, "waits for the device"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("batch", [2**24, 50, 7])
