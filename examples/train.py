@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import ptx
-from arguments import Args, check, parse, refuse
+from arguments import Args, parse
 from checkpoints import Saves
+from checks import check, refuse
 from data import TOKENIZER, TrainBatches, load_data, validation_batches
 from evaluation import validate
 from histograms import Activations

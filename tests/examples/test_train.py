@@ -15,7 +15,7 @@ from running import args_of, flags_of, write_small_corpus
 import harness
 import ptx
 import train
-from arguments import check, refuse
+from checks import check, refuse
 from data import TOKENIZER
 from models import check_model, choose_model
 
@@ -219,7 +219,7 @@ def test_what_cannot_start_ends_with_its_reasons_and_no_stack(tmp_path, monkeypa
     places = {"out": tmp_path, "cache": tmp_path}
     args = args_of(**places)
     assert refuse(args) is args
-    monkeypatch.setattr("arguments.AFTER_RANK_0", 0.0)
+    monkeypatch.setattr("checks.AFTER_RANK_0", 0.0)
     for rank in "01":
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as ended:
