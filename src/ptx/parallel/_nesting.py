@@ -157,7 +157,7 @@ def _misfit(inner: Nesting, outer: Nesting, tp: bool) -> str | None:
     if inner.compile and outer.by_op:
         return "a policy doesn't see the ops of compiled code; compile the outer one"
     if tp and inner.recompute and not inner.by_op and outer.compile:
-        # torch 2.13, see _keep_random in _ac.py.
+        # torch 2.13, see _SavedOps.__call__ in _saved_ops.py.
         return (
             "under tensor parallelism compiled code can't recompute a part of itself; compile smaller"
             " units, or checkpoint the outer one"
