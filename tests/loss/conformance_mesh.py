@@ -256,8 +256,11 @@ def _difference(
         error = (got - want).abs().max() / want.abs().max()
     else:
         own = (eager.double() - want).norm() / want.norm()
-        # A few losses may be right by luck.
-        limit = (2 if name in OF_LOSS else 3) * own + (2**-6 if name == "loss" else 2**-7)
+        # Eager may have a few numbers right by luck. Over 24 seeds the root mean square of errors of a
+        # bias of 3 is eager's (1.02 x, FSDP2 x tp 2), that of one seed 5.4 x.
+        few = want.numel() < 8
+        limit = (2 if name in OF_LOSS and not few else 3) * own
+        limit += 2**-6 if name == "loss" or few else 2**-7
         error = (got - want).norm() / want.norm()
     return None if error <= limit else f"is off by {float(error):.1e} (limit {float(limit):.1e})"
 
