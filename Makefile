@@ -5,7 +5,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints-cpu.txt
 PYTEST := $(BIN)/python -m pytest
-JOBS ?= 2  # test files at a time; each test has up to four processes of one thread
 
 .PHONY: help train test test-all lint types bench real-model gpu-check equivalence clean
 
@@ -30,7 +29,7 @@ train: $(VENV)/.examples  ## train the reference example on the embedded corpus 
 	$(BIN)/python examples/train.py
 
 test: lint types  ## lint, strict types, tests, docs blocks
-	$(PYTEST) -n $(JOBS) --dist loadfile
+	$(PYTEST)
 	$(PYTEST) README.md docs
 
 test-all: test  ## and the slow sweeps
