@@ -227,7 +227,8 @@ def loss_of(
 def _compiled(cell: Cell, mesh: DeviceMesh) -> Callable[..., Tensor]:
     """`loss_of` in one graph, unless FSDP gathers a head, for which torch stops compiling twice.
 
-    Then the loss is in up to three graphs, and what `loss_of` does before and after in its own.
+    Then the loss is in up to three graphs, with tensor parallelism's hooks on a head that is gathered
+    by itself up to five, and what `loss_of` does before and after is in its own.
     """
     gathers = ptx.fsdp_mesh(mesh).size() > 1 and cell.loss not in OF_LOGITS
     warnings.filterwarnings("ignore", message=".*should not be instantiated")  # torch's own
@@ -235,7 +236,10 @@ def _compiled(cell: Cell, mesh: DeviceMesh) -> Callable[..., Tensor]:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(loss_of, backend=counter, fullgraph=not gathers)
 
-    graphs = 3 + (cell.layout != "plain") + (cell.reduction == "none") if gathers else 1
+    graphs = 1
+    if gathers:
+        graphs = 3 if mesh["tp"].size() == 1 else 5
+        graphs += (cell.layout != "plain") + (cell.reduction == "none")
 
     def call(*args: Any) -> Tensor:
         loss: Tensor = compiled(*args)
