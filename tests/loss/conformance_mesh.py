@@ -225,21 +225,16 @@ def loss_of(
 
 
 def _compiled(cell: Cell, mesh: DeviceMesh) -> Callable[..., Tensor]:
-    """`loss_of` in one graph, unless FSDP gathers a head, for which torch stops compiling twice.
-
-    Then the loss is in up to three graphs, with tensor parallelism's hooks on a head that is gathered
-    by itself up to five, and what `loss_of` does before and after is in its own.
-    """
+    """`loss_of` in one graph; if FSDP gathers a head, only what comes before the loss and after it."""
     gathers = ptx.fsdp_mesh(mesh).size() > 1 and cell.loss not in OF_LOGITS
     warnings.filterwarnings("ignore", message=".*should not be instantiated")  # torch's own
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(loss_of, backend=counter, fullgraph=not gathers)
 
-    graphs = 1
-    if gathers:
-        graphs = 3 if mesh["tp"].size() == 1 else 5
-        graphs += (cell.layout != "plain") + (cell.reduction == "none")
+    # What `loss_of` does before and after is a graph each.
+    around = cell.layout != "plain", cell.reduction == "none", cell.loss == "token_logprobs"
+    graphs = sum(around) if gathers else 1
 
     def call(*args: Any) -> Tensor:
         loss: Tensor = compiled(*args)

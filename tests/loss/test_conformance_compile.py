@@ -26,7 +26,7 @@ def test_one_graph(placement: str, losses: tuple[str, ...]) -> None:
     _check(placement, cells, timeout=100)
 
 
-def test_fsdp_head_breaks_the_graph_where_it_is_gathered_and_let_go() -> None:
+def test_a_head_that_fsdp_gathers_breaks_the_graph_once() -> None:
     _check("FSDP2", [cell for cell in PLAIN if cell.loss in OF_HIDDEN], timeout=100)
 
 

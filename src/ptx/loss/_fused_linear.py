@@ -12,10 +12,12 @@ from ptx.loss._head_chunks import Softmax, gradients_of, losses_and_gradients, l
 from ptx.loss._head_gradients import Gradients
 from ptx.loss._head_inputs import open_head
 from ptx.loss._head_task import Task
+from ptx.loss._one_break import eager_if_gathered
 from ptx.loss._options import LossOptions, Reduction, loss_dtype, reduce_tokens
 from ptx.loss._per_token import per_token
 
 
+@eager_if_gathered
 def fused_linear_ce(
     hidden: Tensor,
     head: Tensor | nn.Module,

@@ -185,15 +185,26 @@ def _of_module(module: nn.Module, bias: Tensor | None, where: str) -> Head:
     if wrong:
         raise ValueError(f"{where}: {'; '.join(wrong)}")
     weight, own_bias = _parameter(module, "weight"), getattr(module, "bias", None)
+    state = _owner(module)
+    alone = state is not None and tuple(state._modules) == (module,)
+    return Head(weight, own_bias, module, state, alone)
+
+
+def gathers(head: object) -> bool:
+    """Whether FSDP has to gather the head's weight, without a check of anything else."""
+    return isinstance(head, nn.Module) and _owner(head) is not None
+
+
+def _owner(module: nn.Module) -> Any:
+    """The FSDP state whose group holds the weight of ``module``; None: there is none."""
     for state, parameter in _fsdp_parameters():
         info = parameter._module_info
         names = zip(
             (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
         )
         if (module, "weight") in names:
-            alone = tuple(state._modules) == (module,)
-            return Head(weight, own_bias, module, state, alone)
-    return Head(weight, own_bias, module)
+            return state
+    return None
 
 
 def _computed_from_fsdp(module: nn.Linear) -> list[str]:

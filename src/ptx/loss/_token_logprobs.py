@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ptx.loss._arguments import flag_errors
 from ptx.loss._head_inputs import open_head
+from ptx.loss._one_break import eager_if_gathered
 from ptx.loss._options import LossOptions, is_number
 from ptx.loss._per_token import per_token
 
@@ -47,6 +48,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@eager_if_gathered
 def token_logprobs(
     hidden: Tensor,
     head: Tensor | nn.Module,
