@@ -8,6 +8,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+# Private: torch.compiler.disable, the public form, imports dynamo at once, with ptx.
+from torch._compile import _disable_dynamo
+
 from ptx.loss._head import gathers
 
 P = ParamSpec("P")
@@ -20,8 +23,7 @@ def eager_if_gathered(loss: Callable[P, R]) -> Callable[P, R]:
     FSDP's hooks can't be compiled, so the graph would break around each of them, in every function
     on the way there.
     """
-    # torch.compiler.disable would import dynamo with ptx; torch's own modules use this lazy form.
-    outside = torch._disable_dynamo(loss)
+    outside = _disable_dynamo(loss)
 
     @functools.wraps(loss)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
