@@ -172,7 +172,9 @@ class InFlight:
         self._fresh = False
 
     def _warn_of_newer(self, step: int) -> None:
-        if newer := sorted({number for number, _ in self.store.folders() if number > step}):
+        store = self.store
+        newer = sorted({n for n, path in store.folders() if n > step and store.has_manifest(path)})
+        if newer:
             LOG.warning(
                 "step %d is saved beside newer ones, %s: load() still takes the newest and `keep` counts"
                 " them; delete them, or go on in another folder",
