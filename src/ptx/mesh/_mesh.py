@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -147,3 +148,7 @@ def _store_of_restart() -> Any:
 def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A mesh that is still referred to keeps gloo's threads, which may be about to let go of the last tensors. A thread
+    # that needs Python for that once the interpreter is ending aborts the process (pytorch#179291), and there is
+    # nothing to wait on; a barrier would wait for ranks that are gone.
+    time.sleep(0.1)
