@@ -90,7 +90,7 @@ def restored(module: nn.Module, name: str, value: Any) -> Any:
     """An attribute as it was before tensor parallelism: apply_tp changes one, of transformers."""
     hooks = module._forward_pre_hooks.values()
     if name != "num_key_value_groups" or not any(
-        getattr(hook, "__module__", "") == "ptx.parallel._tp_styles" for hook in hooks
+        getattr(hook, "__module__", "") == "ptx.parallel._tp_inputs" for hook in hooks
     ):
         return value
     config: Any = module.config

@@ -15,8 +15,8 @@ from ptx._checks import refuse_where
 from ptx._names import clean_named_modules
 from ptx.parallel._order import require_before
 from ptx.parallel._tp_check import check_plan, owned_parameters, ties
+from ptx.parallel._tp_inputs import require_even_sequence
 from ptx.parallel._tp_plan import tp_plan
-from ptx.parallel._tp_styles import require_even_sequence
 
 M = TypeVar("M", bound=nn.Module)
 

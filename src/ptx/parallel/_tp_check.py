@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ptx._names import clean_named_modules, match_names
-from ptx.parallel._tp_styles import HeadParallel, RefuseArguments, Replicated
+from ptx.parallel._tp_inputs import RefuseArguments
+from ptx.parallel._tp_styles import HeadParallel, Replicated
 
 # Styles that hook a module's call and leave its parameters alone.
 _HOOKS_ONLY = (

@@ -14,14 +14,9 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ptx._names import clean_named_modules, match_names
 from ptx.model import Transformer
+from ptx.parallel._tp_inputs import AttentionInput, ModelInput, RefuseArguments
 from ptx.parallel._tp_refuse import whole_matrix_reason
-from ptx.parallel._tp_styles import (
-    AttentionInput,
-    HeadParallel,
-    ModelInput,
-    RefuseArguments,
-    Replicated,
-)
+from ptx.parallel._tp_styles import HeadParallel, Replicated
 
 Plan = dict[str, ParallelStyle]
 
