@@ -1,5 +1,6 @@
 import collections
 import copy
+import dataclasses
 import random
 import weakref
 
@@ -145,6 +146,12 @@ def assert_equal(got, want, exactly=True):
     for name, value in want.items():
         difference = (got[name] - value).abs().max()
         assert difference <= (0 if exactly else 1e-5 * value.abs().max()), (name, difference)
+
+
+def gradients(model, x):
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 def build(block):
@@ -338,6 +345,88 @@ def test_objects_that_a_forward_changes_are_refused():
             unit(state)
 
 
+@dataclasses.dataclass
+class Context:
+    size: int = 0
+
+
+class Sized(Block):
+    def forward(self, x, context):
+        size = context.size if isinstance(context, Context) else context["size"]
+        return x + self.outer(torch.tanh(self.inner(x) * size))
+
+
+class Numbered(Stack):
+    """Gives all blocks one object, and changes what it holds between them."""
+
+    def __init__(self, kind):
+        super().__init__(Sized, n=3)
+        self.kind = kind
+
+    def forward(self, x):
+        x, context = self.first(x), self.kind()
+        for size, layer in enumerate(self.layers, 1):
+            if isinstance(context, Context):
+                context.size = size
+            else:
+                context["size"] = size
+            x = layer(x, context)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Context, dict, collections.UserDict, collections.Counter])
+@pytest.mark.parametrize("mode", ["full", "selective", "full, compiled"])
+def test_objects_that_others_change_later_are_recomputed_from_what_they_were(kind, mode):
+    torch.manual_seed(0)
+    reference = Numbered(kind)
+    model = copy.deepcopy(reference)
+    if "compiled" in mode:
+        apply_compile(model, backend="eager", units=UNITS)
+    apply_ac(model, mode.partition(",")[0], units=UNITS)
+    x = torch.randn(6, 8)
+    assert_equal(gradients(model, x), gradients(reference, x))
+
+
+def test_iterators_are_refused():
+    unit = apply_ac(build(Sized), "full", units=UNITS).layers[0]
+    with pytest.raises(ValueError, match="called with an iterator"):
+        unit(torch.randn(6, 8), iter([1]))
+
+
+class Tallies(Block):
+    """In a tensor that is no buffer."""
+
+    def __init__(self, size=1):
+        super().__init__()
+        self.calls = torch.zeros(size)
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.outer(torch.tanh(self.inner(x) / self.calls[0]))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_tensors_that_are_attributes_are_treated_like_buffers(mode):
+    reference, model = build(Tallies), apply_ac(build(Tallies), mode, units=UNITS)
+    x = torch.randn(6, 8)
+    for _ in range(2):
+        assert_equal(gradients(model, x), gradients(reference, x))
+    assert model.layers[0].calls == 2
+    unit = apply_ac(Stack(lambda: Tallies(2**15)), mode, units=UNITS).layers[0]
+    with pytest.raises(ValueError, match=r"changed attribute 'calls' in place"):
+        unit(x)
+
+
+def test_autocast_casts_weights_anew_in_each_call_of_a_unit():
+    results = []
+    for model in (build(BatchNorm), apply_ac(build(BatchNorm), "selective", units=UNITS)):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=len(results) == 1):
+            loss = sum(model(x).square().mean() for x in torch.linspace(-1, 2, 96).view(2, 6, 8))
+        loss.backward()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    assert_equal(*results)
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_values_of_functional_call_are_those_of_the_recomputation(mode):
     args = ModelArgs(dim=16, n_layers=2, n_heads=2, vocab_size=11, multiple_of=8)
@@ -378,11 +467,49 @@ def test_A02_every_generator_draws_the_same_again_and_goes_on_as_without(mode):
         random.seed(0)
         np.random.seed(0)
         model.zero_grad()
-        for step in range(3):  # the first call looks for generators, the others know
+        for step in range(3):
             generator = torch.Generator().manual_seed(step)
             model(torch.randn(6, 8), generator=generator).square().sum().backward()
         after = [random.random(), np.random.rand(), torch.rand(1, generator=generator).item()]
         after += [torch.rand(1, generator=layer.torch).item() for layer in model.layers]
         gradients = {name: p.grad for name, p in model.named_parameters()}
         results.append({"after": torch.tensor(after), **gradients})
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_A02_generators_of_a_copy_and_those_that_come_later(mode):
+    results = []
+    for model in (build(Draws), apply_ac(build(Draws), mode, units=UNITS)):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        x = torch.randn(6, 8)
+        gradients(model, x)
+        copied = copy.deepcopy(model)
+        results.append([gradients(copied, x)])
+        for layer in copied.layers:
+            layer.python = random.Random(5)
+        results[-1].append(gradients(copied, x))
+    for got, want in zip(*results):
+        assert_equal(got, want)
+
+
+class DrawsLater(Block):
+    rate = 0.0
+
+    def forward(self, x):
+        keep = random.random() if self.rate else 1.0
+        return x + self.outer(torch.tanh(self.inner(x) * keep))
+
+
+def test_A02_a_generator_that_the_first_call_leaves_alone():
+    results = []
+    for model in (build(DrawsLater), apply_ac(build(DrawsLater), "full", units=UNITS)):
+        x = torch.linspace(-1, 1, 48).view(6, 8)
+        gradients(model, x)
+        for layer in model.layers:
+            layer.rate = 0.5
+        random.seed(0)
+        results.append(gradients(model, x))
     assert_equal(*results)

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import (
 )
 
 from ptx.parallel._blocks import Units
-from ptx.parallel._generators import Generator
 from ptx.parallel._nesting import Forward, add_layer
 from ptx.parallel._order import is_tp, require_before
 from ptx.parallel._recompute import Rerun
@@ -82,10 +81,11 @@ def apply_ac(
     Raises:
         ValueError: An unknown mode; a model that is sharded already; units that match nothing,
             overlap, are checkpointed already, by transformers or torch too, or (but for "full") hold
-            modules that are compiled by themselves. When the model runs: a unit called with a
-            key/value cache, to which recomputing would append once more; one that changes in place
-            an argument, a parameter, or a buffer of more than 64 KiB; a parameter that changes
-            before the backward; a policy that returns no ``CheckpointPolicy``.
+            modules that are compiled by themselves. When the model runs: a unit called with an
+            iterator, or with a key/value cache, to which recomputing would append once more; one
+            that changes in place an argument, a parameter, or a buffer of more than 64 KiB; a
+            parameter that changes before the backward; a policy that returns no
+            ``CheckpointPolicy``.
 
     Cost: "full" one more forward of the units. "selective" about half of their matrix products
     and the element-wise ops. Buffers of up to 64 KiB are copied in each forward. A unit can be
@@ -151,20 +151,19 @@ def _keep_selected_tp() -> tuple[Any, Any]:
 
 
 def _recomputed(forward: Forward, contexts: Contexts, by_op: bool) -> Forward:
-    drawn: dict[bool, list[Generator]] = {}  # see Rerun
     options: dict[str, Any] = {"context_fn": contexts} if by_op else {}  # "full" has no use for it
 
     @functools.wraps(forward, updated=())
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            _refuse_cache(self, args, kwargs)
+            _refuse_what_is_used_up(self, args, kwargs)
         if torch.compiler.is_compiling():
             # Keywords go into the function, as checkpoint has some of its own.
             call = functools.partial(forward, self, **kwargs)
             return checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
-        rerun = Rerun(forward, self, args, kwargs, drawn=drawn, once=by_op)
+        rerun = Rerun(forward, self, args, kwargs, by_op=by_op)
         output = checkpoint(rerun, *rerun.leaves, use_reentrant=False, **options)
         rerun.finish()
         return output
@@ -172,8 +171,17 @@ def _recomputed(forward: Forward, contexts: Contexts, by_op: bool) -> Forward:
     return recomputed
 
 
-def _refuse_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):
+def _refuse_what_is_used_up(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    # Dynamo can't ask a number that changes between calls for its attributes.
+    given = [v for v in (*args, *kwargs.values()) if not isinstance(v, int | float)]
+    if any(hasattr(value, "__next__") for value in given):
+        raise ValueError(
+            f"apply_ac: {type(module).__name__} was called with an iterator, of which recomputing"
+            " would get what comes next; pass a list"
+        )
+    if any(hasattr(value, "get_seq_length") for value in given):
         raise ValueError(
             f"apply_ac: {type(module).__name__} was called with a key/value cache, to which"
             " recomputing it would append once more; pass use_cache=False, or set it in model.config"

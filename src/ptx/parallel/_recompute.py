@@ -18,9 +18,11 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from ptx.parallel._generators import Generator, generator_of, generators_in
+from ptx._names import clean_name
+from ptx.parallel._generators import generator_of, generators_in
 
 Forward = Callable[..., Any]  # takes the module first
+Table = MutableMapping[Any, Any]
 
 # Buffers up to this size are copied before each forward and put back to recompute it, whether or
 # not they change: some kernels (batch_norm's) change them without a trace. The statistics of 16 Ki
@@ -33,19 +35,17 @@ _MISSING = object()
 class Rerun:
     """One call of a unit: the first time with what it was given, then as often as autograd asks.
 
-    The second time everything is as it was at the start of the first: the containers among its
-    arguments, parameters, buffers and attributes of its modules, and generators it draws from. The
-    changes that it makes are undone, so what the first made stays, once.
+    The second time everything is as it was at the start of the first: the containers and objects
+    among its arguments, parameters, buffers and attributes of its modules, and generators it draws
+    from. The changes that it makes are undone, so what the first made stays, once.
 
     Args:
         forward: Takes the module first.
         module: The unit.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        drawn: By ``module.training``, generators that calls of this unit were seen to draw from; the
-            first call of each kind looks, and writes it down.
-        once: Whether it is recomputed once at most. Then no copy of a buffer is made for it, which
-            a policy would take for an op of the unit.
+        by_op: Whether a policy sees its ops. Then it is recomputed once at most, for which no copy of
+            a buffer is made: the policy would take that for an op of the unit.
     """
 
     def __init__(
@@ -55,31 +55,35 @@ class Rerun:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        drawn: dict[bool, list[Generator]],
-        once: bool,
+        by_op: bool,
     ) -> None:
-        self.forward, self.module, self.once, self.drawn = forward, module, once, drawn
+        self.forward, self.module, self.by_op = forward, module, by_op
         self.leaves, self.spec = tree_flatten((args, kwargs))
         self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.inputs = [_Watched(leaf) for leaf in self.leaves]
-        self.tables: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a dict, and its contents
+        # Dicts that may change, and their contents; arguments that pytrees don't know come first.
+        self.tables = [(w.table, w.contents) for w in self.inputs if w.table is not None]
         self.copies: dict[int, Tensor] = {}  # of small buffers, by their id
         self.fixed: list[Tensor] = []  # must not change
         self._note_state()
         self.versions = [tensor._version for tensor in self.fixed]
-        self.training = module.training
-        known = drawn.get(module.training)
-        generators = generators_in(module) if known is None else [*known]
+        generators = generators_in(module)
         generators += [generator_of(v) for v in self.leaves if isinstance(v, torch.Generator)]
         self.generators = [(generator, generator.get()) for generator in generators]
 
     def __call__(self, *leaves: Any) -> Any:
         if self.given is not None:
             (args, kwargs), self.given = self.given, None
-            return self.forward(self.module, *args, **kwargs)
+            return self._run(args, kwargs)
         args, kwargs = tree_unflatten(leaves, self.spec)
         with self._as_before():
-            return self.forward(self.module, *args, **kwargs)
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.by_op:
+            # Casts of weights that autocast has from an earlier call are ops that the other run lacks.
+            torch.clear_autocast_cache()
+        return self.forward(self.module, *args, **kwargs)
 
     def finish(self) -> None:
         """After the first call: refuse what can't be recomputed, as long as nothing is wrong yet."""
@@ -102,14 +106,15 @@ class Rerun:
             if not _same(table, then):
                 # What an earlier call left is needed for its values, not for its graph.
                 then.update({k: _cut(v) for k, v in then.items() if table.get(k) is not v})
-        if self.generators:
-            self.generators = [(g, state) for g, state in self.generators if g.get() != state]
-        self.drawn.setdefault(self.training, [generator for generator, _ in self.generators])
+        self.generators = [(g, state) for g, state in self.generators if g.get() != state]
 
     def _note_state(self) -> None:
         for module in self.module.modules():
             attributes = vars(module)
             self.tables.append((attributes, attributes.copy()))
+            for value in attributes.values():
+                if isinstance(value, Tensor) and value.grad_fn is None:
+                    self._note_buffer(value)
             # FSDP exchanges its shards for whole parameters, and back, as it needs them.
             parameters = attributes.get("_parameters")
             if parameters and "_is_fsdp_managed_module" not in attributes:
@@ -124,8 +129,9 @@ class Rerun:
     def _note_buffer(self, buffer: Tensor | None) -> None:
         if buffer is None or id(buffer) in self.copies or not _counts(buffer):
             return
+        dense = buffer.layout is torch.strided
         view = buffer._base is not None  # its copy would part from the rest
-        if buffer.requires_grad or view or buffer.nbytes > _SMALL:
+        if not dense or buffer.requires_grad or view or buffer.nbytes > _SMALL:
             self.fixed.append(buffer)
         else:
             self.copies[id(buffer)] = buffer.clone()
@@ -142,6 +148,12 @@ class Rerun:
         names = [
             *(f"parameter {n!r}" for n, p in self.module.named_parameters() if id(p) in changed),
             *(_describe(n, b) for n, b in self.module.named_buffers() if id(b) in changed),
+            *(
+                f"attribute {clean_name(f'{name}.{key}'.lstrip('.'))!r}"
+                for name, module in self.module.named_modules()
+                for key, value in vars(module).items()
+                if id(value) in changed
+            ),
         ]
         return names or ["what was a parameter or buffer of it"]
 
@@ -153,9 +165,9 @@ class Rerun:
                 " changed in place between its forward and its backward; run the backward before the"
                 " optimizer's step, or change a copy"
             )
-        now = [(t, then if _same(t, then) else t.copy()) for t, then in self.tables]
+        now = [(t, then if _same(t, then) else dict(t)) for t, then in self.tables]
         states = [(generator, generator.get()) for generator, _ in self.generators]
-        copies = self.copies if self.once else {i: c.clone() for i, c in self.copies.items()}
+        copies = self.copies if self.by_op else {i: c.clone() for i, c in self.copies.items()}
         try:
             for table, then in self.tables:
                 if copies:
@@ -181,12 +193,12 @@ class _Watched:
     """An argument, and how to see that it changed."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
-        self.contents: dict[Any, Any] = {}  # of an object that pytrees don't know
+        self.table: Table | None = None  # of an object that pytrees don't know
         if isinstance(value, MutableMapping):
-            self.contents = dict(value)
+            self.table = value
         elif not isinstance(value, (Tensor, *_SCALARS)) and not callable(value):
-            self.contents = getattr(value, "__dict__", {}).copy()
+            self.table = getattr(value, "__dict__", None)
+        self.contents = {} if self.table is None else dict(self.table)
         values = self.contents.values() if self.contents else [value]
         self.tensors = [v for v in values if isinstance(v, Tensor) and _counts(v)]
         self.versions = [tensor._version for tensor in self.tensors]
@@ -194,9 +206,7 @@ class _Watched:
     def changed(self) -> bool:
         if [tensor._version for tensor in self.tensors] != self.versions:
             return True
-        if not self.contents:
-            return False
-        now = self.value if isinstance(self.value, MutableMapping) else vars(self.value)
+        now = {} if self.table is None else self.table
         return any(now.get(key, _MISSING) is not value for key, value in self.contents.items())
 
 
@@ -218,13 +228,13 @@ def _cut(value: Any) -> Any:
     return tree_map(cut, value)
 
 
-def _same(table: dict[str, Any], contents: dict[str, Any]) -> bool:
+def _same(table: Table, contents: dict[Any, Any]) -> bool:
     if len(table) != len(contents):
         return False
     return not table or all(map(is_, table.values(), contents.values()))
 
 
-def _set(table: dict[str, Any], contents: dict[str, Any]) -> None:
+def _set(table: Table, contents: dict[Any, Any]) -> None:
     if _same(table, contents):
         return
     for key in table.keys() - contents.keys():
