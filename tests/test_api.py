@@ -105,6 +105,11 @@ def test_every_name_resolves_to_a_documented_object(name):
     assert name in dir(ptx)
 
 
+def test_parts_are_attributes():
+    code = "import ptx; assert ptx.parallel.Replicated and ptx.ckpt.verify and ptx.hf.load_hf"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
 def test_unknown_name_raises():
     with pytest.raises(AttributeError, match="no attribute 'aply_tp'"):
         ptx.aply_tp  # noqa: B018

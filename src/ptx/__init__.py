@@ -125,6 +125,8 @@ __all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> object:
+    if f"ptx.{name}" in _HOME:
+        return import_module(f"ptx.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'ptx' has no attribute {name!r}")
     return getattr(import_module(_MODULE_OF[name]), name)

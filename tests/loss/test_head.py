@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ptx
 from harness import distributed
@@ -493,3 +494,18 @@ class _Counts:
         module = find_head(head, None, "").state._modules[0]
         module.set_custom_all_gather(Gather())
         module.set_custom_reduce_scatter(Reduce())
+
+
+@distributed(world_size=2)
+def test_a_tp_weight_beside_another_model_of_fsdps():
+    other = nn.Linear(4, 4)
+    fully_shard(other)  # on a mesh of torch's, over the same ranks and without names too
+    tp = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    weight = torch.randn(9, 4)
+    head = distribute_tensor(weight, tp, [Shard(0)]).requires_grad_()
+    hidden, labels = torch.randn(3, 4), torch.tensor([1, 2, 8])
+    loss = fused_linear_ce(hidden, head, labels)
+    torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.T, labels))
+    with pytest.raises(ValueError, match="FSDP's shard"):
+        fused_linear_ce(hidden, other.weight, labels)

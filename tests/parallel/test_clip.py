@@ -156,6 +156,19 @@ def test_wrong_numbers(arguments, message):
     assert torch.equal(parameters[0].grad, before)
 
 
+@pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, math.inf])
+def test_complex_gradients(norm_type):
+    for dtype in (torch.complex64, torch.complex128):
+        mine, theirs = (nn.Parameter(torch.zeros(700, dtype=dtype)) for _ in range(2))
+        torch.manual_seed(0)
+        mine.grad = torch.randn(700, dtype=dtype)
+        theirs.grad = mine.grad.clone()
+        norm = clip_grad_norm_([mine], 1.0, norm_type=norm_type)
+        want = nn.utils.clip_grad_norm_([theirs], 1.0, norm_type)
+        torch.testing.assert_close(norm, want)
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1, 2])).sum().backward()

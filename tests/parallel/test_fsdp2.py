@@ -478,6 +478,37 @@ def test_int_needs_a_mesh_over_all_ranks():
         apply_fsdp2(own(), fsdp_mesh(mesh), reshard_after_forward=2)
 
 
+@pytest.mark.parametrize("frozen", ["layers.0", "output"])
+@distributed(world_size=2)
+def test_a_group_that_is_unfrozen_later_keeps_the_dtypes_of_the_policy(frozen):
+    mesh = fsdp_mesh(build_mesh(device_type="cpu"))
+    results = []
+    for freeze in (True, False):
+        torch.manual_seed(0)
+        model = own()
+        model.get_submodule(frozen).requires_grad_(not freeze)
+        apply_fsdp2(model, mesh, mp_policy=BF16)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.arange(8)[None]).float().square().mean().backward()
+            model.requires_grad_(True)
+        results.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    for name, gradient in results[0].items():
+        assert torch.equal(gradient, results[1][name]), name
+
+
+@distributed(world_size=2)
+def test_conjugated_buffers_start_together():
+    mesh = fsdp_mesh(build_mesh(device_type="cpu"))
+    model = nn.Linear(4, 4)
+    angles = torch.arange(4.0) + dist.get_rank()
+    model.register_buffer("turns", torch.polar(torch.ones(4), angles).conj())
+    model.register_buffer("sines", model.turns.imag)  # a pending negation
+    apply_fsdp2(model, mesh, units=[])
+    torch.testing.assert_close(model.turns, torch.polar(torch.ones(4), -torch.arange(4.0)))
+    torch.testing.assert_close(model.sines, -torch.arange(4.0).sin())
+
+
 @distributed(world_size=1)
 def test_one_rank_is_wrapped_too():
     mesh = fsdp_mesh(build_mesh(device_type="cpu"))
@@ -523,6 +554,11 @@ def test_wrong_arguments():
         reshard_after_forward=3,
         offload_policy=CPUOffloadPolicy(),
     )
+    sparse = own()
+    sparse.register_buffer("graph", torch.eye(3).to_sparse())
+    refused(sparse, r"buffers \['graph'\] are sparse")
+    table = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0), nn.Linear(4, 4))
+    refused(table, r"\['0'\] write to their weight \(max_norm\)", units=[])
     for wrong in (1, 0, -2, "always", None):
         refused(own(), "reshard_after_forward=", reshard_after_forward=wrong)
     refused(

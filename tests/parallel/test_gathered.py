@@ -1,5 +1,6 @@
 """What FSDP leaves gathered is never used out of date, nor given to an optimizer after an evaluation."""
 
+import copy
 import functools
 
 import pytest
@@ -69,8 +70,6 @@ def gathered(model):
 def test_an_optimizer_built_after_an_evaluation_trains_all():
     tokens = batch(1)
     for name, reference, model, call in pairs():
-        if name.startswith("False"):  # which keeps, as in torch
-            continue
         for _ in range(2):
             with torch.no_grad():
                 call(model, tokens)
@@ -202,12 +201,12 @@ def test_nothing_is_gathered_again_without_need():
 
     kept = apply_fsdp2(own(), mesh, reshard_after_forward=False)
     with torch.no_grad():
-        assert [gathers(lambda: kept(tokens)) for _ in range(3)] == [5, 0, 0]
+        assert [gathers(lambda: kept(tokens)) for _ in range(3)] == [5, 5, 5]
     window = []
     for last in (False, False, True):
         with accumulate_grads(kept, last=last, reduce="every"):
             window.append(gathers(lambda: kept(tokens).sum().backward()))
-    assert window == [0, 0, 0]  # still from the evaluation
+    assert window == [5, 0, 0]
 
 
 @distributed(world_size=2)
@@ -287,3 +286,26 @@ def test_a_forward_inside_a_backward_frees_nothing():
                 got = model.get_parameter(n).grad
                 assert (got is None) == (p.grad is None), (call, options, n)
                 assert p.grad is None or close(full(got), p.grad), (call, options, n)
+
+
+@distributed(world_size=2)
+def test_layers_that_are_unfrozen_after_an_evaluation_train():
+    mesh = fsdp_mesh(build_mesh(device_type="cpu"))
+    for options in ({}, FALSE, TWO):
+        torch.manual_seed(0)
+        reference = own()
+        model = copy.deepcopy(reference)
+        for layer in (*model.layers.values(), *reference.layers.values()):
+            layer.requires_grad_(False)
+        apply_fsdp2(model, mesh, **options)
+        for each in (model, reference):
+            sgd = torch.optim.SGD(each.parameters(), lr=0.1)
+            for step in range(3):
+                each.layers["1"].requires_grad_(step > 0)
+                loss_of(logits, each, batch(step)).backward()
+                sgd.step()
+                sgd.zero_grad()
+                with torch.no_grad():
+                    each(batch(step))
+        for name, p in reference.named_parameters():
+            assert close(full(model.get_parameter(name)).detach(), p.detach()), (options, name)

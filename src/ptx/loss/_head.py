@@ -131,7 +131,8 @@ def find_head(head: Tensor | nn.Module, bias: Tensor | None, where: str) -> Head
 def _is_fsdp_shard(tensor: DTensor) -> bool:
     # By the mesh too: a detached or cast shard is another tensor.
     return any(
-        parameter.sharded_param is tensor or parameter.mesh_info.mesh == tensor.device_mesh
+        parameter.sharded_param is tensor
+        or (parameter.mesh_info.mesh == tensor.device_mesh and parameter._orig_size == tensor.shape)
         for _, parameter in _fsdp_parameters()
     )
 

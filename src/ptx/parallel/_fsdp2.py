@@ -50,10 +50,10 @@ def apply_fsdp2(
     keeps them sharded over that many neighbouring ranks. The group that holds the head keeps them
     whatever the flag says, so that a loss may use ``model.output`` again and again; the root does
     too, as by torch's default. What is kept is a copy, so: a call without gradients (of the model,
-    or of the head by itself) frees it at its end; with False, only if there are gradients that wait
-    for a step. And a forward gathers anew what one without a backward left, if the shards may have
-    changed. But between such a forward and the next ``parameters()`` gives the copies: evaluate
-    under ``no_grad`` before you build an optimizer, clip or zero gradients.
+    or of the head by itself) frees it at its end, and a forward gathers anew what one without a
+    backward left, if the shards may have changed. But between such a forward and the next
+    ``parameters()`` gives the copies: evaluate under ``no_grad`` before you build an optimizer, clip
+    or zero gradients. So is what a forward writes into its parameters written to a copy, and lost.
 
     Root: it is ``model``. If the head lies outside the module that holds all the rest, as in a
     transformers CausalLM, that module is the root and the head stands beside it; ``model(tokens)``
@@ -92,7 +92,8 @@ def apply_fsdp2(
 
     Raises:
         ValueError: A model that is sharded already; a mesh that FSDP can't shard over; units, head
-            or tied parameters as the message says; parameters that ``fully_shard`` doesn't take (no
+            or tied parameters as the message says; an embedding with ``max_norm``, sparse buffers;
+            parameters that ``fully_shard`` doesn't take (no
             dim, no elements, mixed dtypes); a wrong int; offloading on CPU. All before any communication.
 
     Cost: per rank 1/size of parameters, gradients and optimizer state, and one or two whole groups.
@@ -133,7 +134,9 @@ def apply_fsdp2(
     stay = [head_names] if reshard is True else [group.names for group in plan.groups]
     kept = [root, *(modules[names[0]] for names in stay if names)]
     head_members = [modules[name] for name in head_names]
-    keep_fresh([model, root], kept, head_members, free=reshard is not False)
+    keep_fresh(
+        [model, root], kept, head_members, [root, *(modules[g.names[0]] for g in plan.groups)]
+    )
     return model
 
 
@@ -171,6 +174,16 @@ def _check_options(
         wrong.append(f"{scalars} have no dim to shard; give them shape [1]")
     if empty := [name for name, p in clean_named_parameters(model) if 0 in p.shape]:
         wrong.append(f"{empty} have no elements, which torch can't reduce; make them buffers")
+    sparse = [n for n, b in model.named_buffers() if b.layout is not torch.strided]
+    if sparse:
+        wrong.append(f"buffers {sparse} are sparse; register their indices and values instead")
+    renormed = [
+        name
+        for name, module in clean_named_modules(model)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    ]
+    if renormed:
+        wrong.append(f"{renormed} write to their weight (max_norm), of which a forward has a copy")
     seen: set[nn.Parameter] = set()
     modules = dict(clean_named_modules(model))
     for names in (*(group.names for group in plan.groups), [""]):
@@ -239,10 +252,14 @@ def _start_together(modules: Iterable[nn.Module], mesh: DeviceMesh, done: set[Te
 def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.numel():
-        data = local.detach().reshape(-1).view(torch.uint8)  # no backend knows all dtypes
+        local = local.detach()
+        whole = local.resolve_conj().resolve_neg()  # copies, if these are pending
+        data = whole.reshape(-1).view(torch.uint8)  # no backend knows all dtypes
         for dim in range(mesh.ndim):  # over the replicas first, then inside each
             if mesh.size(dim) > 1:
                 dist.broadcast(data, group=mesh.get_group(dim), group_src=0)
+        if whole is not local:
+            local.copy_(whole)
 
 
 def _refuse_bare_forward(root: nn.Module, taken: set[Tensor]) -> None:

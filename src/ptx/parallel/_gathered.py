@@ -16,16 +16,14 @@ def keep_fresh(
     roots: Iterable[nn.Module],
     kept: Iterable[nn.Module],
     head: Iterable[nn.Module],
-    *,
-    free: bool,
+    all_groups: Iterable[nn.Module],
 ) -> None:
     """Register hooks that free or renew what a forward gathers and no backward frees.
 
     Gathered parameters are copies. Left behind, they hide what is written to the shards, and
     ``parameters()`` returns them, to which writes are lost and from which an optimizer trains nothing.
 
-    After a call without gradients they are freed: always if ``free``, else if a step is to be
-    expected, as there are gradients. Before a forward those that an earlier forward left behind are
+    After a call without gradients they are freed. Before a forward those that an earlier forward left behind are
     freed if their shards may have changed meanwhile: there are gradients, or a version counter moved.
     The counters alone would not do, as fused and foreach optimizers don't move those of a DTensor.
     Two forwards before a backward, between which nothing changed, gather once.
@@ -34,12 +32,13 @@ def keep_fresh(
         roots: Where a forward enters the model.
         kept: One module of each group that may stay gathered, or sharded over fewer ranks.
         head: All modules of the group that is also called outside the roots; none if there isn't one.
-        free: Whether calls without gradients free always.
+        all_groups: One module of each group.
 
     Cost: reading a few attributes of each parameter in ``kept`` per forward.
     """
     roots, head = list(dict.fromkeys(roots)), list(head)
-    groups = [_Gathered(module, free) for module in kept]
+    groups = [_Gathered(module) for module in kept]
+    everything = [group for m in all_groups if isinstance(m, FSDPModule) for group in _groups(m)]
     head_groups = [group for group in groups if group.module in head]
     running: set[nn.Module] = set()
 
@@ -47,6 +46,11 @@ def keep_fresh(
         if not running and not _in_backward():
             for group in groups:
                 group.renew()
+            for each in everything:
+                # FSDP reads the dtypes of what trains once, in the first forward. If that was nothing,
+                # it may be something now.
+                if vars(each).get("_orig_dtype", True) is None:
+                    each._init_mp_dtypes()
         running.add(module)
 
     def after_root(module: nn.Module, *_: Any) -> None:
@@ -82,12 +86,11 @@ def keep_fresh(
 class _Gathered:
     """One FSDP group, and what its shards were when it was gathered. All of FSDP's part is private."""
 
-    def __init__(self, module: nn.Module, always_free: bool) -> None:
+    def __init__(self, module: nn.Module) -> None:
         assert isinstance(module, FSDPModule)
         self.module = module
         self.state: Any = module._get_fsdp_state()
         self.groups = _groups(module)
-        self.always_free = always_free
         self.seen: tuple[bool, int] | None = None
         self.in_part = False  # a backward may come that trusts that this is still gathered
 
@@ -117,7 +120,7 @@ class _Gathered:
         self.look()
 
     def free(self) -> None:
-        if not self.in_part and (self.always_free or self._may_have_changed()):
+        if not self.in_part:
             self._end_pass()
             self._free()
 

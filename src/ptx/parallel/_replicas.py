@@ -121,8 +121,9 @@ def _checksum(tensor: Tensor, weights: Tensor) -> Tensor:
 
     Words as wide as the weights would not do: two changed top bits would cancel.
     """
+    tensor = tensor.to_dense().resolve_conj().resolve_neg()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
+        tensor = torch.view_as_real(tensor)
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for part in data.split(4 * WORDS):

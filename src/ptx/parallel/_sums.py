@@ -66,12 +66,14 @@ def sum_device(tensors: Iterable[Tensor], other: DeviceMesh | None = None) -> to
 
 
 def sum_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    double = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
     return torch.float64 if double else torch.float32
 
 
 def norms(tensors: list[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
     """The p-norm of each tensor, 0-dim, of ``dtype``; all of one device and dtype, none empty."""
+    if tensors[0].is_complex():
+        tensors = [tensor.abs() for tensor in tensors]
     if tensors[0].device.type == "cpu":
         return [_norm_by_rows(tensor, p, dtype) for tensor in tensors]
     return list(torch._foreach_norm(tensors, p, dtype=dtype))  # private: nothing public takes many
