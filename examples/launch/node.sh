@@ -31,11 +31,8 @@ if ((stop_at > 0)); then
   timer=$!
 fi
 
-# A signal ends `wait` early, with torchrun still there.
-status=0
-while true; do
+# A signal ends `wait` early, with its own status. When all is over the true one is still known.
+while kill -0 "$torchrun" 2>/dev/null; do
   wait "$torchrun"
-  status=$?
-  kill -0 "$torchrun" 2>/dev/null || break
 done
-exit "$status"
+wait "$torchrun"

@@ -44,12 +44,12 @@ srun=$!
 terminated=
 trap 'terminated=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' TERM
 
-status=0
-while true; do
+# A signal ends `wait` early, with its own status. When all is over the true one is still known.
+while kill -0 "$srun" 2>/dev/null; do
   wait "$srun"
-  status=$?
-  kill -0 "$srun" 2>/dev/null || break
 done
+wait "$srun"
+status=$?
 
 if [[ -n $terminated ]]; then
   if ((restarts < ${MAX_REQUEUES:-20})); then

@@ -139,6 +139,9 @@ def test_slurm_saves_and_queues_again_when_time_is_short(cluster, monkeypatch):
 def test_slurm_is_not_queued_without_end_nor_after_an_error(cluster, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "20")
     _program(cluster / "bin" / "torchrun", TORCHRUN)
+    # All is over when it returns.
+    gone = 'while kill -0 "$(cat "$CALLS.step")" 2>/dev/null; do sleep 0.02; done\n'
+    _program(cluster / "bin" / "scancel", FAKES["scancel"] + gone)
     process = script(cluster, "slurm.sh", "examples/train.py")
     wait_for(cluster, "up")
     process.send_signal(signal.SIGTERM)

@@ -4,12 +4,14 @@ import re
 import pytest
 import torch
 
+from harness import distributed
 from ptx.parallel import _memory
 from ptx.parallel._memory import MemoryReport, memory_report
 
 MIB = 2**20
 
 
+@distributed(world_size=1)  # a new process: in this one malloc may have room left from other tests
 def test_cpu_memory_and_its_peak():
     before = memory_report("cpu", reset_peak=True)
     # Written to, so that it is resident; above the size from which malloc gives it back at once.
