@@ -417,6 +417,42 @@ def test_tensors_that_are_attributes_are_treated_like_buffers(mode):
         unit(x)
 
 
+class Scaled(Block):
+    def forward(self, x, scale):
+        return x + self.outer(torch.tanh(self.inner(x) * scale))
+
+
+@pytest.mark.parametrize("scales", [(3, 4, 5), (0.5, 0.25, 0.125)])
+def test_numbers_that_change_between_calls_of_compiled_units(scales):
+    torch._dynamo.reset()
+    reference, model = build(Scaled), build(Scaled)
+    apply_ac(apply_compile(model, backend="aot_eager", units=UNITS), "selective", units=UNITS)
+    x = torch.linspace(-1, 1, 48).view(6, 8)
+    for scale in scales:
+        results = []
+        for each in (model, reference):
+            each.zero_grad()
+            each(x, scale).square().sum().backward()
+            results.append({name: p.grad for name, p in each.named_parameters()})
+        assert_equal(*results, exactly=False)
+
+
+class Graph(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("edges", torch.eye(6).roll(1, 0).to_sparse())
+
+    def forward(self, x):
+        return x + self.outer(torch.sparse.mm(self.edges, self.inner(x)).tanh())
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_sparse_buffers_are_left_alone(mode):
+    x = torch.linspace(-1, 1, 48).view(6, 8)
+    model = apply_ac(build(Graph), mode, units=UNITS)
+    assert_equal(gradients(model, x), gradients(build(Graph), x))
+
+
 def test_autocast_casts_weights_anew_in_each_call_of_a_unit():
     results = []
     for model in (build(BatchNorm), apply_ac(build(BatchNorm), "selective", units=UNITS)):

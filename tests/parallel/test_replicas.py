@@ -257,3 +257,16 @@ def test_checksum_on_an_accelerator_is_that_of_cpu():
     for tensor in (torch.randn(3 * _replicas.WORDS // 2), torch.randn(7, 3).bfloat16().t()):
         want = _replicas._checksum(tensor, weights)
         assert _replicas._checksum(tensor.cuda(), weights.cuda()).cpu() == want
+
+
+@distributed(world_size=2)
+def test_sparse_and_conjugated_buffers():
+    mesh = build_mesh(dp_shard=2, device_type="cpu")
+    model = nn.Module()
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    model.register_buffer("turns", torch.polar(torch.ones(2), torch.arange(2.0)).conj())
+    model.register_buffer("sines", model.turns.imag)
+    assert_replicas_equal(model, mesh)
+    model.graph = (torch.eye(3) * (1 + dist.get_rank())).to_sparse()
+    with pytest.raises(AssertionError, match="graph"):
+        assert_replicas_equal(model, mesh)

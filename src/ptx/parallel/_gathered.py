@@ -23,16 +23,17 @@ def keep_fresh(
     Gathered parameters are copies. Left behind, they hide what is written to the shards, and
     ``parameters()`` returns them, to which writes are lost and from which an optimizer trains nothing.
 
-    After a call without gradients they are freed. Before a forward those that an earlier forward left behind are
-    freed if their shards may have changed meanwhile: there are gradients, or a version counter moved.
-    The counters alone would not do, as fused and foreach optimizers don't move those of a DTensor.
-    Two forwards before a backward, between which nothing changed, gather once.
+    After a call without gradients they are freed. Before a forward those that an earlier forward
+    left behind are freed if their shards may have changed meanwhile: there are gradients, or a
+    version counter moved. The counters alone would not do, as fused and foreach optimizers don't
+    move those of a DTensor. Two forwards before a backward, between which nothing changed, gather
+    once.
 
     Args:
         roots: Where a forward enters the model.
         kept: One module of each group that may stay gathered, or sharded over fewer ranks.
         head: All modules of the group that is also called outside the roots; none if there isn't one.
-        all_groups: One module of each group.
+        all_groups: One module of each group. One that trains nothing at first learns its dtypes later.
 
     Cost: reading a few attributes of each parameter in ``kept`` per forward.
     """
