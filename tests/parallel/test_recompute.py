@@ -389,8 +389,9 @@ def test_objects_that_others_change_later_are_recomputed_from_what_they_were(kin
 
 def test_iterators_are_refused():
     unit = apply_ac(build(Sized), "full", units=UNITS).layers[0]
-    with pytest.raises(ValueError, match="called with an iterator"):
-        unit(torch.randn(6, 8), iter([1]))
+    for given in (iter([1]), {"size": iter([1])}):
+        with pytest.raises(ValueError, match="called with an iterator"):
+            unit(torch.randn(6, 8), given)
 
 
 class Tallies(Block):

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -174,8 +175,11 @@ def _recomputed(forward: Forward, contexts: Contexts, by_op: bool) -> Forward:
 def _refuse_what_is_used_up(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
+    given = [*args, *kwargs.values()]
+    if not torch.compiler.is_compiling():
+        given += tree_leaves((args, kwargs))
     # Dynamo can't ask a number that changes between calls for its attributes.
-    given = [v for v in (*args, *kwargs.values()) if not isinstance(v, int | float)]
+    given = [value for value in given if not isinstance(value, int | float)]
     if any(hasattr(value, "__next__") for value in given):
         raise ValueError(
             f"apply_ac: {type(module).__name__} was called with an iterator, of which recomputing"
